@@ -1,0 +1,33 @@
+"""For authors of backends: the conformance suite, its tolerances and a sealed backend.
+
+`BackendConformance` needs pytest and is imported on first use, so that `tolerances` and `loopback`
+can be used without it:
+
+    from mamba_fast.testing import BackendConformance
+
+    class TestMine(BackendConformance):
+        backend_name = "mine"
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mamba_fast.testing.conformance import BackendConformance
+
+__all__ = ["BackendConformance"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "BackendConformance":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        import pytest  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "mamba_fast.testing.BackendConformance needs pytest: pip install 'mamba-fast[test]'", name="pytest"
+        ) from error
+    from mamba_fast.testing.conformance import BackendConformance
+
+    return BackendConformance
