@@ -101,6 +101,10 @@ class Backend(ABC):
     max_tensor_bytes: int | None = None
     """Largest tensor in bytes, or None for no limit of the backend's own."""
 
+    preferred_to_cpu: bool = False
+    """Whether `backend="auto"` should take this backend before the CPU kernels: True on a real GPU,
+    False on a software adapter."""
+
     transfers: int = 0
     """Calls of `from_host` and `to_host` so far."""
 

@@ -11,9 +11,9 @@ backend is asked for:
 
 from __future__ import annotations
 
-import importlib
+import inspect
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -70,11 +70,13 @@ def get_backend(backend: str | Backend, **options: Any) -> Backend:
 
     Raises
     ------
+    TypeError
+        an option that the backend does not have
     BackendNotFoundError
         no backend of that name is installed
     BackendLoadError
-        it is installed but cannot be imported, or was written for another major API version, or two
-        distributions claim the name
+        it is installed but cannot be imported, or its factory fails, or it was written for another
+        major API version, or two distributions claim the name
     BackendUnavailableError
         it imports but cannot run here
     """
@@ -95,103 +97,150 @@ def get_backend(backend: str | Backend, **options: Any) -> Backend:
 
 def list_backends() -> list[BackendInfo]:
     """Every backend that is installed, working or not. Never raises."""
-    rows = []
-    for name in [*_BUILT_IN, *sorted({e.name for e in _entry_points()} - _BUILT_IN.keys())]:
-        distribution, version = _origin(name)
-        try:
-            detail, available = _create(name, {}).describe(), True
-        except BackendError as error:
-            detail, available = str(error), False
-        rows.append(BackendInfo(name, distribution, version, available, detail))
-    return rows
+    return [_row(name) for name in [*_BUILT_IN, *_plugin_names()]]
+
+
+def _row(name: str) -> BackendInfo:
+    distribution, version = _provenance(name)
+    try:
+        return BackendInfo(name, distribution, version, True, _create(name, {}).describe())
+    except BackendError as error:
+        detail = str(error)
+    except Exception as error:  # a plugin's describe() can fail in any way; the list goes on
+        detail = f"{type(error).__name__}: {error}"
+    return BackendInfo(name, distribution, version, False, detail)
 
 
 def _entry_points() -> Iterable[metadata.EntryPoint]:
-    return metadata.entry_points(group=GROUP)
+    # Read afresh each time: it is cheap, and a cached list goes stale when something is installed.
+    try:
+        return metadata.entry_points(group=GROUP)
+    except Exception as error:  # one distribution's damaged metadata must not take the CPU kernels away
+        _log.warning("no plugins: the entry points of the installed distributions cannot be read: %s", error)
+        return ()
 
 
-def _origin(name: str) -> tuple[str, str]:
-    """Distribution and version that a backend comes from."""
-    if name in _BUILT_IN:
-        return "mamba-fast", _version("mamba-fast")
-    dists = sorted({e.dist.name for e in _entry_points() if e.name == name and e.dist is not None})
-    return ", ".join(dists), ", ".join(_version(d) for d in dists)
+def _plugin_names() -> list[str]:
+    return sorted({e.name for e in _entry_points()} - _BUILT_IN.keys())
+
+
+def _claims(name: str) -> list[metadata.EntryPoint]:
+    return [e for e in _entry_points() if e.name == name]
+
+
+def _distribution(entry_point: metadata.EntryPoint) -> str:
+    """The distribution that an entry point comes from; its target where the metadata lacks a name."""
+    return (entry_point.dist and entry_point.dist.name) or entry_point.value
+
+
+def _distributions(entry_points: Iterable[metadata.EntryPoint]) -> str:
+    return " and ".join(sorted({_distribution(e) for e in entry_points}))
+
+
+def _provenance(name: str) -> tuple[str, str]:
+    """Distribution and version that a backend comes from, for people."""
+    names = ["mamba-fast"] if name in _BUILT_IN else sorted({_distribution(e) for e in _claims(name)})
+    return ", ".join(names), ", ".join(map(_version, names))
 
 
 def _version(distribution: str) -> str:
     try:
         return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
+    except (metadata.PackageNotFoundError, ValueError):
         return "unknown"
 
 
 def _installed() -> str:
-    return ", ".join(sorted({*_BUILT_IN, *(e.name for e in _entry_points())}))
+    return ", ".join([*_BUILT_IN, *_plugin_names()])
 
 
 def _create(name: str, options: dict[str, Any]) -> Backend:
-    found = [e for e in _entry_points() if e.name == name]
-    if name in _BUILT_IN:
-        if found:
-            raise BackendLoadError(
-                f"distribution {_origin_of(found)} registers the name {name!r} of a built-in backend: uninstall it"
-            )
-        target, origin = _BUILT_IN[name], "mamba-fast"
-    elif not found:
-        hint = f"; install it with: {_KNOWN[name]}" if name in _KNOWN else ""
-        raise BackendNotFoundError(f"no backend named {name!r}; installed are {_installed()}{hint}")
-    elif len({e.value for e in found} | {e.dist.name for e in found if e.dist}) > 2:
-        raise BackendLoadError(f"backend name {name!r} is claimed by {_origin_of(found)}: uninstall all but one")
-    else:
-        target, origin = found[0].value, _origin_of(found)
-    backend = _load(name, target, origin)(**options)
+    target, origin = _find(name)
+    factory = _load(name, target, origin)
+    _check_options(name, factory, options)
+    try:
+        backend = factory(**options)
+    except BackendError:
+        raise
+    except Exception as error:  # a plugin's factory can fail in any way
+        if options and isinstance(error, TypeError | ValueError):
+            raise  # about the value of an option: the caller's to mend
+        raise BackendLoadError(
+            f"backend {name!r} from distribution {origin} could not start: {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(backend, Backend):
         raise BackendLoadError(
-            f"backend {name!r} from {origin}: {target} returned {type(backend).__name__}, not a mamba_fast.backend.Backend"
+            f"backend {name!r} from distribution {origin}: {target} returned {type(backend).__name__}, "
+            "not a mamba_fast.backend.Backend"
         )
     if backend.api_version[0] != API_VERSION[0]:
+        theirs, ours = (".".join(map(str, v)) for v in (backend.api_version, API_VERSION))
         raise BackendLoadError(
-            f"backend {name!r} from {origin} is for backend API {backend.api_version[0]}.x, this mamba_fast has "
-            f"{API_VERSION[0]}.{API_VERSION[1]}: upgrade the older of the two"
+            f"backend {name!r} from distribution {origin} is for backend API {theirs}, this mamba_fast has {ours}: "
+            "upgrade the older of the two"
         )
     return backend
 
 
-def _origin_of(entry_points: Iterable[metadata.EntryPoint]) -> str:
-    return " and ".join(sorted({e.dist.name if e.dist else e.value for e in entry_points}))
+def _find(name: str) -> tuple[str, str]:
+    """Target ("module:attribute") and distribution of a backend, without importing anything."""
+    claims = _claims(name)
+    if name in _BUILT_IN:
+        if claims:
+            raise BackendLoadError(
+                f"distribution {_distributions(claims)} registers the name {name!r} of a built-in backend: "
+                "uninstall it"
+            )
+        return _BUILT_IN[name], "mamba-fast"
+    if not claims:
+        hint = f"; install it with: {_KNOWN[name]}" if name in _KNOWN else ""
+        raise BackendNotFoundError(f"no backend named {name!r}; installed are {_installed()}{hint}")
+    if len({(_distribution(e), e.value) for e in claims}) > 1:
+        raise BackendLoadError(
+            f"backend name {name!r} is claimed by {_distributions(claims)}: uninstall all but one"
+        )
+    return claims[0].value, _distribution(claims[0])
 
 
-def _load(name: str, target: str, origin: str) -> Any:
-    module_name, _, attribute = target.partition(":")
+def _load(name: str, target: str, origin: str) -> Callable[..., Any]:
     try:
-        return getattr(importlib.import_module(module_name), attribute)
+        factory: Callable[..., Any] = metadata.EntryPoint(name, target, GROUP).load()
     except BackendError:
         raise
     except Exception as error:  # a broken plugin can fail in any way; it must not look like ours
         raise BackendLoadError(
-            f"backend {name!r} from distribution {origin} could not be imported: {type(error).__name__}: {error}; "
-            f"reinstall {origin}"
+            f"backend {name!r} from distribution {origin} could not be imported: "
+            f"{type(error).__name__}: {error}; reinstall {origin}"
         ) from error
+    return factory
+
+
+def _check_options(name: str, factory: Callable[..., Any], options: dict[str, Any]) -> None:
+    """TypeError naming the first option that the factory does not take."""
+    if not options:
+        return
+    parameters = inspect.signature(factory).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return
+    known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    for option in options:
+        if option not in known:
+            raise TypeError(
+                f"backend {name!r} has no option {option!r}; its options: {', '.join(known) or 'none'}"
+            )
 
 
 def _choose() -> Backend:
     """The backend that "auto" stands for."""
     # A plugin says itself whether it beats the CPU kernels here: a software adapter does not.
-    for name in sorted({e.name for e in _entry_points()} - _BUILT_IN.keys()):
+    for name in [*_plugin_names(), *_BUILT_IN]:
         try:
             backend = _create(name, {})
         except BackendError as error:
             _log.info("auto: %s passed over: %s", name, error)
             continue
-        if getattr(backend, "preferred_to_cpu", False):
-            _log.info("auto: using %s (%s)", name, backend.describe())
-            return backend
-    backend = None
-    for name in _BUILT_IN:
-        try:
-            backend = _create(name, {})
-        except BackendUnavailableError as error:
-            _log.info("auto: %s passed over: %s", name, error)
+        if name not in _BUILT_IN and not backend.preferred_to_cpu:
+            _log.info("auto: %s passed over: not faster than the CPU kernels here", name)
             continue
         _log.info("auto: using %s (%s)", name, backend.describe())
         return backend
