@@ -1,0 +1,703 @@
+"""The oracle: every op of the contract in float64 and plain Python loops.
+
+It is what all other backends are compared with, so it is written to be read: the formulas of
+SPEC.md one after another, on nested lists of Python floats, and nothing shared with the code that
+it judges. NumPy only holds the tensors. `_oracle_math` has the scalar functions, `_oracle_scan` the
+convolution and the scan.
+
+Tensors are numpy arrays, views are slices:
+
+====== ==================================================================
+f32    float64: the oracle computes and keeps all digits
+i32    int32
+f16    float16
+bf16   uint16 with the upper half of the float32's bits
+====== ==================================================================
+
+`to_host` gives float64 for every floating type. Arithmetic follows IEEE where `math` would raise:
+overflow gives infinity, and NaN spreads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from operator import mul
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mamba_fast import checks
+from mamba_fast.backend import Backend, ScanGradients, Tensor
+from mamba_fast.backends._oracle_math import bf16_bits, bf16_value, exp, round_f16
+from mamba_fast.backends._oracle_scan import (
+    ConvInputs,
+    ScanInputs,
+    conv_backward,
+    conv_forward,
+    scan_backward,
+    scan_forward,
+)
+
+__all__ = ["OracleBackend", "create_backend"]
+
+_NUMPY = {
+    "f32": np.dtype(np.float64),
+    "i32": np.dtype(np.int32),
+    "f16": np.dtype(np.float16),
+    "bf16": np.dtype(np.uint16),
+}
+_NAMES = {dtype: name for name, dtype in _NUMPY.items()}
+
+
+def create_backend(**options: Any) -> OracleBackend:
+    """The oracle backend. It has no options: any is a TypeError."""
+    if options:
+        raise TypeError(
+            f"the oracle backend takes no options, got {', '.join(sorted(options))}: leave them out"
+        )
+    return OracleBackend()
+
+
+# ---- between tensors and lists ----------------------------------------------------------------
+
+
+def _check_dtype(op: str, name: str, tensor: Any, dtype: str) -> None:
+    if not isinstance(tensor, np.ndarray):
+        raise TypeError(
+            f"{op}: {name} is a {type(tensor).__name__}, not a tensor of the oracle: use from_host"
+        )
+    if tensor.dtype != _NUMPY[dtype]:
+        found = _NAMES.get(tensor.dtype, f"a {tensor.dtype} array")
+        remedy = "use cast" if found in ("f16", "bf16") else "use from_host"
+        raise TypeError(f"{op}: {name} is {found}, expected {dtype}: {remedy}")
+
+
+def _read(op: str, name: str, tensor: Any, dtype: str = "f32") -> Any:
+    """The tensor's values as nested lists."""
+    _check_dtype(op, name, tensor, dtype)
+    return tensor.tolist()
+
+
+def _maybe(op: str, name: str, tensor: Any, dtype: str = "f32") -> Any:
+    """`_read` of an optional tensor."""
+    return None if tensor is None else _read(op, name, tensor, dtype)
+
+
+def _flat(op: str, name: str, tensor: Any, dtype: str = "f32") -> list[Any]:
+    """The tensor's values in one list, row-major."""
+    _check_dtype(op, name, tensor, dtype)
+    return tensor.ravel().tolist()
+
+
+def _rows(op: str, name: str, tensor: Any) -> list[list[float]]:
+    """The tensor's values by rows: all axes but the last merged."""
+    _check_dtype(op, name, tensor, "f32")
+    return tensor.reshape(-1, tensor.shape[-1]).tolist()
+
+
+def _array(values: Any, shape: Sequence[int]) -> np.ndarray:
+    """A new tensor from lists with that many values."""
+    return np.array(values, dtype=np.float64).reshape(shape)
+
+
+def _store(op: str, values: Any, shape: Sequence[int], out: Any, *, accumulate: bool = False) -> np.ndarray:
+    """The values as a tensor: written to `out`, or added to it, where there is one."""
+    result = _array(values, shape)
+    if out is None:
+        return result
+    _check_dtype(op, "out", out, "f32")
+    if accumulate:
+        _add(op, "out", out, values)
+    else:
+        out[...] = result
+    return out
+
+
+def _add(op: str, name: str, tensor: Any, values: Any) -> None:
+    """tensor += values, given as lists; nothing where the tensor is None."""
+    if tensor is None:
+        return
+    old = _flat(op, name, tensor)
+    new = _array(values, tensor.shape).ravel().tolist()
+    tensor[...] = _array([p + q for p, q in zip(old, new, strict=True)], tensor.shape)
+
+
+def _saved(op: str, saved: Any, kind: type[Any]) -> Any:
+    """What the forward op saved, or an error that says what went wrong."""
+    if saved is None:
+        raise ValueError(f"{op}: saved is None: run the forward op with grad=True")
+    if not isinstance(saved, kind):
+        raise TypeError(f"{op}: saved is a {type(saved).__name__}, expected what the forward op returned")
+    return saved
+
+
+def _read_starts(op: str, seq_start: Any) -> list[list[bool]] | None:
+    """Where the state restarts, or None."""
+    if seq_start is None:
+        return None
+    return [[value != 0 for value in row] for row in _read(op, "seq_start", seq_start, "i32")]
+
+
+def _read_lengths(op: str, lengths: Any, batch: int, length: int) -> list[int]:
+    """How many positions of each row are real."""
+    if lengths is None:
+        return [length] * batch
+    values = _read(op, "lengths", lengths, "i32")
+    for i, value in enumerate(values):
+        if not 1 <= value <= length:
+            raise ValueError(f"{op}: lengths[{i}] is {value}, expected 1 to {length}")
+    return values
+
+
+# ---- what forward ops keep --------------------------------------------------------------------
+
+
+class _DecaySaved(NamedTuple):
+    a_log: np.ndarray
+    a: np.ndarray
+
+
+class _EmbeddingSaved(NamedTuple):
+    ids: np.ndarray
+
+
+class _LinearSaved(NamedTuple):
+    x: np.ndarray
+
+
+class _NormSaved(NamedTuple):
+    x: np.ndarray
+    inverse_rms: list[float]
+
+
+class _ConvSaved(NamedTuple):
+    shape: tuple[int, ...]
+    inputs: ConvInputs
+    before: Any
+
+
+class _ScanSaved(NamedTuple):
+    shape: tuple[int, ...]
+    inputs: ScanInputs
+
+
+class OracleBackend(Backend):
+    """See the module's docstring; the ops are described in `mamba_fast.backend`."""
+
+    name = "oracle"
+
+    def describe(self) -> str:
+        return "oracle: float64 in plain Python loops, one thread, for tests"
+
+    # ---- memory -------------------------------------------------------------------------------
+
+    def from_host(self, array: Any, dtype: str = "f32", *, copy: bool = True) -> Tensor:
+        if dtype not in ("f32", "i32"):
+            raise ValueError(f"from_host: dtype must be 'f32' or 'i32', got {dtype!r}")
+        self.transfers += 1
+        source = np.asarray(array)
+        if source.dtype.kind not in "biuf":
+            raise ValueError(f"from_host: expected numbers, got an array of {source.dtype}")
+        if dtype == "i32" and source.dtype != np.int32:
+            with np.errstate(invalid="ignore"):
+                result = source.astype(np.int32)
+            wrong = source[result != source]
+            if wrong.size:
+                raise ValueError(f"from_host: {wrong.flat[0]} is not a 32-bit integer")
+            return np.ascontiguousarray(result).reshape(source.shape)
+        if copy:
+            return np.array(source, dtype=_NUMPY[dtype], order="C")
+        return np.asarray(source, dtype=_NUMPY[dtype], order="C")
+
+    def to_host(self, tensor: Tensor) -> np.ndarray:
+        self.transfers += 1
+        name = self.dtype_of(tensor)
+        if name == "bf16":
+            return _array(
+                [bf16_value(bits) for bits in _flat("to_host", "tensor", tensor, "bf16")], tensor.shape
+            )
+        return np.array(tensor, dtype=np.int32 if name == "i32" else np.float64, order="C")
+
+    def empty(self, shape: Sequence[int], dtype: str = "f32") -> Tensor:
+        return self.zeros(shape, dtype)
+
+    def zeros(self, shape: Sequence[int], dtype: str = "f32") -> Tensor:
+        if dtype not in _NUMPY:
+            raise ValueError(f"zeros: dtype must be one of {', '.join(_NUMPY)}, got {dtype!r}")
+        return np.zeros(tuple(shape), _NUMPY[dtype])
+
+    def dtype_of(self, tensor: Tensor) -> str:
+        if not isinstance(tensor, np.ndarray) or tensor.dtype not in _NAMES:
+            raise TypeError(
+                f"dtype_of: a {type(tensor).__name__} is not a tensor of the oracle: use from_host"
+            )
+        return _NAMES[tensor.dtype]
+
+    def reshape(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
+        shape = tuple(shape)
+        if any(n < 0 for n in shape) or math.prod(shape) != math.prod(tensor.shape):
+            raise ValueError(f"reshape: shape {tuple(tensor.shape)} cannot become {shape}")
+        result = tensor.reshape(shape)
+        if result.size and not np.may_share_memory(result, tensor):
+            raise ValueError(
+                f"reshape: a view of shape {tuple(tensor.shape)} cannot become {shape} without a copy"
+            )
+        return result
+
+    def view(self, tensor: Tensor, axis: int, start: int, stop: int) -> Tensor:
+        checks.view(tensor, axis, start, stop)
+        return tensor[start:stop] if axis == 0 else tensor[..., start:stop]
+
+    def copy_(self, dst: Tensor, src: Tensor) -> None:
+        checks.same_shape("copy_", dst, src)
+        if self.dtype_of(dst) != self.dtype_of(src):
+            raise TypeError(f"copy_: dst is {self.dtype_of(dst)} and src {self.dtype_of(src)}: use cast")
+        dst[...] = src
+
+    def fill_(self, dst: Tensor, value: float) -> None:
+        name = self.dtype_of(dst)
+        if name == "i32":
+            dst[...] = int(value)
+        else:
+            dst[...] = bf16_bits(value) if name == "bf16" else round_f16(value) if name == "f16" else value
+
+    def cast(self, tensor: Tensor, dtype: str) -> Tensor:
+        source = self.dtype_of(tensor)
+        for name in (source, dtype):
+            if name not in ("f32", "f16", "bf16"):
+                raise ValueError(f"cast: from {source} to {dtype}; expected floating types: f32, f16, bf16")
+        values = _flat("cast", "tensor", tensor, source)
+        if source == "bf16":
+            values = [bf16_value(bits) for bits in values]
+        if dtype != "f32":
+            convert: Callable[[float], float] = round_f16 if dtype == "f16" else bf16_bits
+            values = [convert(value) for value in values]
+        return np.array(values, dtype=_NUMPY[dtype]).reshape(tensor.shape)
+
+    def synchronize(self) -> None:
+        pass  # nothing is ever queued
+
+    # ---- elementwise and sums -----------------------------------------------------------------
+
+    def add(self, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+        checks.same_shape("add", a, b, out)
+        values = [p + q for p, q in zip(_flat("add", "a", a), _flat("add", "b", b), strict=True)]
+        return _store("add", values, a.shape, out)
+
+    def add_(self, dst: Tensor, src: Tensor) -> None:
+        checks.same_shape("add_", dst, src)
+        _add("add_", "dst", dst, _read("add_", "src", src))
+
+    def sum(self, x: Tensor) -> Tensor:
+        total = 0.0
+        for value in _flat("sum", "x", x):
+            total += value
+        return _array([total], (1,))
+
+    def decay(self, a_log: Tensor, *, grad: bool = True) -> tuple[Tensor, Any]:
+        checks.decay(a_log)
+        a = _array([-exp(min(max(x, -10.0), 5.0)) for x in _flat("decay", "a_log", a_log)], a_log.shape)
+        return a, _DecaySaved(a_log, a) if grad else None
+
+    def decay_backward(self, d_a: Tensor, saved: Any, *, d_a_log: Tensor) -> None:
+        op = "decay_backward"
+        a_log, a = _saved(op, saved, _DecaySaved)
+        checks.same_shape(op, a_log, d_a, d_a_log)
+        entries = zip(_flat(op, "d_a", d_a), a_log.ravel().tolist(), a.ravel().tolist(), strict=True)
+        _add(op, "d_a_log", d_a_log, [g * y if -10.0 < x < 5.0 else 0.0 for g, x, y in entries])
+
+    # ---- embedding, matrix products, normalisation --------------------------------------------
+
+    def embedding(self, ids: Tensor, table: Tensor, *, grad: bool = True) -> tuple[Tensor, Any]:
+        checks.embedding(ids, table)
+        rows = _rows("embedding", "table", table)
+        y = []
+        for i in _flat("embedding", "ids", ids, "i32"):
+            if not 0 <= i < len(rows):
+                raise ValueError(f"embedding: id {i} is outside 0 to {len(rows) - 1}")
+            y.append(rows[i])
+        return _array(y, (*ids.shape, table.shape[1])), _EmbeddingSaved(ids) if grad else None
+
+    def embedding_backward(self, dy: Tensor, saved: Any, *, d_table: Tensor) -> None:
+        op = "embedding_backward"
+        ids = _saved(op, saved, _EmbeddingSaved).ids
+        checks.embedding_backward(dy, ids.shape, d_table)
+        total = [[0.0] * d_table.shape[1] for _ in range(d_table.shape[0])]
+        for i, row in zip(ids.ravel().tolist(), _rows(op, "dy", dy), strict=True):
+            total[i] = [p + q for p, q in zip(total[i], row, strict=True)]
+        _add(op, "d_table", d_table, total)
+
+    def linear(
+        self,
+        x: Tensor,
+        w: Tensor,
+        bias: Tensor | None = None,
+        *,
+        alpha: float = 1.0,
+        out: Tensor | None = None,
+        accumulate: bool = False,
+        grad: bool = True,
+    ) -> tuple[Tensor, Any]:
+        checks.linear(x, w, bias, out, accumulate)
+        weights = _rows("linear", "w", w)
+        offsets = [0.0] * len(weights) if bias is None else _read("linear", "bias", bias)
+        y = [
+            [
+                alpha * sum(map(mul, row, weight)) + offset
+                for weight, offset in zip(weights, offsets, strict=True)
+            ]
+            for row in _rows("linear", "x", x)
+        ]
+        shape = (*x.shape[:-1], w.shape[0])
+        return _store("linear", y, shape, out, accumulate=accumulate), _LinearSaved(x) if grad else None
+
+    def linear_backward(
+        self,
+        dy: Tensor,
+        saved: Any,
+        w: Tensor,
+        *,
+        dw: Tensor | None = None,
+        dbias: Tensor | None = None,
+        alpha: float = 1.0,
+        need_dx: bool = True,
+        out: Tensor | None = None,
+        accumulate: bool = False,
+    ) -> Tensor | None:
+        op = "linear_backward"
+        x = _saved(op, saved, _LinearSaved).x
+        checks.linear_backward(dy, x.shape, w, dw, dbias, out, accumulate)
+        g = _rows(op, "dy", dy)
+        by_output = list(zip(*g, strict=True))
+        if dw is not None:
+            by_input = list(zip(*_rows(op, "x", x), strict=True))
+            _add(op, "dw", dw, [[alpha * sum(map(mul, row, col)) for col in by_input] for row in by_output])
+        if dbias is not None:
+            _add(op, "dbias", dbias, [sum(row) for row in by_output])
+        if not need_dx:
+            return None
+        columns = list(zip(*_rows(op, "w", w), strict=True))
+        dx = [[alpha * sum(map(mul, row, col)) for col in columns] for row in g]
+        return _store(op, dx, x.shape, out, accumulate=accumulate)
+
+    def rms_norm(self, x: Tensor, w: Tensor | None, eps: float, *, grad: bool = True) -> tuple[Tensor, Any]:
+        checks.rms_norm(x, w)
+        width = x.shape[-1]
+        weight = [1.0] * width if w is None else _read("rms_norm", "w", w)
+        y, inverse_rms = [], []
+        for row in _rows("rms_norm", "x", x):
+            mean_square = sum(map(mul, row, row)) / width + eps
+            inverse = 1.0 / math.sqrt(mean_square) if mean_square != 0.0 else math.inf
+            inverse_rms.append(inverse)
+            y.append([v * inverse * k for v, k in zip(row, weight, strict=True)])
+        return _array(y, x.shape), _NormSaved(x, inverse_rms) if grad else None
+
+    def rms_norm_backward(
+        self,
+        dy: Tensor,
+        saved: Any,
+        w: Tensor | None,
+        *,
+        dw: Tensor | None = None,
+        out: Tensor | None = None,
+        accumulate: bool = False,
+    ) -> Tensor:
+        op = "rms_norm_backward"
+        x, inverse_rms = _saved(op, saved, _NormSaved)
+        checks.rms_norm_backward(dy, x.shape, w, dw, out, accumulate)
+        width = x.shape[-1]
+        weight = [1.0] * width if w is None else _read(op, "w", w)
+        dx, d_weight = [], [0.0] * width
+        for row, g, inverse in zip(_rows(op, "x", x), _rows(op, "dy", dy), inverse_rms, strict=True):
+            unit = [v * inverse for v in row]
+            d_unit = list(map(mul, g, weight))
+            mean = sum(map(mul, d_unit, unit)) / width
+            dx.append([inverse * (p - q * mean) for p, q in zip(d_unit, unit, strict=True)])
+            d_weight = [p + q * r for p, q, r in zip(d_weight, g, unit, strict=True)]
+        _add(op, "dw", dw, d_weight)
+        return _store(op, dx, x.shape, out, accumulate=accumulate)
+
+    # ---- convolution and scan -----------------------------------------------------------------
+
+    def conv1d(
+        self,
+        x: Tensor,
+        w: Tensor,
+        bias: Tensor | None = None,
+        *,
+        initial_state: Tensor | None = None,
+        seq_start: Tensor | None = None,
+        lengths: Tensor | None = None,
+        activation: str | None = "silu",
+        grad: bool = True,
+    ) -> tuple[Tensor, Tensor, Any]:
+        op = "conv1d"
+        checks.conv1d(x, w, bias, initial_state, seq_start, lengths, activation)
+        inputs = ConvInputs(
+            x=_read(op, "x", x),
+            w=_read(op, "w", w),
+            bias=_maybe(op, "bias", bias),
+            initial_state=_maybe(op, "initial_state", initial_state),
+            starts=_read_starts(op, seq_start),
+            lengths=_read_lengths(op, lengths, x.shape[0], x.shape[1]),
+            silu=activation == "silu",
+        )
+        y, final, before = conv_forward(inputs)
+        final_state = _array(final, (x.shape[0], w.shape[1] - 1, x.shape[2]))
+        return _array(y, x.shape), final_state, _ConvSaved(x.shape, inputs, before) if grad else None
+
+    def conv1d_backward(
+        self,
+        dy: Tensor,
+        saved: Any,
+        w: Tensor,
+        *,
+        dw: Tensor | None = None,
+        dbias: Tensor | None = None,
+        d_final_state: Tensor | None = None,
+        need_d_initial_state: bool = False,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        op = "conv1d_backward"
+        shape, inputs, before = _saved(op, saved, _ConvSaved)
+        checks.conv1d_backward(dy, shape, w, dw, dbias, d_final_state, out)
+        inputs = inputs._replace(w=_read(op, "w", w))
+        d_final = _maybe(op, "d_final_state", d_final_state)
+        dx, d_initial, d_w, d_bias = conv_backward(inputs, before, _read(op, "dy", dy), d_final)
+        _add(op, "dw", dw, d_w)
+        _add(op, "dbias", dbias, d_bias)
+        state_shape = (shape[0], w.shape[1] - 1, shape[2])
+        return _store(op, dx, shape, out), _array(d_initial, state_shape) if need_d_initial_state else None
+
+    def selective_scan(
+        self,
+        u: Tensor,
+        delta: Tensor,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor,
+        d: Tensor | None = None,
+        z: Tensor | None = None,
+        delta_bias: Tensor | None = None,
+        *,
+        delta_softplus: bool = True,
+        discretization: str = "zoh",
+        initial_state: Tensor | None = None,
+        seq_start: Tensor | None = None,
+        lengths: Tensor | None = None,
+        grad: bool = True,
+    ) -> tuple[Tensor, Tensor, Any]:
+        op = "selective_scan"
+        checks.selective_scan(
+            u, delta, a, b, c, d, z, delta_bias, discretization, initial_state, seq_start, lengths
+        )
+        inputs = ScanInputs(
+            u=_read(op, "u", u),
+            delta=_read(op, "delta", delta),
+            a=_read(op, "a", a),
+            b=_read(op, "b", b),
+            c=_read(op, "c", c),
+            d=_maybe(op, "d", d),
+            z=_maybe(op, "z", z),
+            delta_bias=_maybe(op, "delta_bias", delta_bias),
+            softplus=delta_softplus,
+            zoh=discretization == "zoh",
+            initial_state=_maybe(op, "initial_state", initial_state),
+            starts=_read_starts(op, seq_start),
+            lengths=_read_lengths(op, lengths, u.shape[0], u.shape[1]),
+        )
+        y, final = scan_forward(inputs)
+        final_state = _array(final, (u.shape[0], *a.shape))
+        return _array(y, u.shape), final_state, _ScanSaved(u.shape, inputs) if grad else None
+
+    def selective_scan_backward(
+        self,
+        dy: Tensor,
+        saved: Any,
+        *,
+        d_final_state: Tensor | None = None,
+        d_a: Tensor | None = None,
+        d_d: Tensor | None = None,
+        d_delta_bias: Tensor | None = None,
+        need_d_initial_state: bool = False,
+        du_out: Tensor | None = None,
+        ddelta_out: Tensor | None = None,
+        db_out: Tensor | None = None,
+        dc_out: Tensor | None = None,
+        dz_out: Tensor | None = None,
+    ) -> ScanGradients:
+        op = "selective_scan_backward"
+        shape, inputs = _saved(op, saved, _ScanSaved)
+        states = len(inputs.a[0])
+        checks.selective_scan_backward(
+            dy,
+            shape,
+            states,
+            d_final_state,
+            d_a,
+            d_d,
+            d_delta_bias,
+            du_out,
+            ddelta_out,
+            db_out,
+            dc_out,
+            dz_out,
+        )
+        grads = scan_backward(inputs, _read(op, "dy", dy), _maybe(op, "d_final_state", d_final_state))
+        _add(op, "d_a", d_a, grads.a)
+        _add(op, "d_d", d_d, grads.d)
+        _add(op, "d_delta_bias", d_delta_bias, grads.delta_bias)
+        state_shape = (shape[0], shape[2], states)
+        bc_shape = (*shape[:2], states)
+        return ScanGradients(
+            du=_store(op, grads.u, shape, du_out),
+            ddelta=_store(op, grads.delta, shape, ddelta_out),
+            db=_store(op, grads.b, bc_shape, db_out),
+            dc=_store(op, grads.c, bc_shape, dc_out),
+            dz=None if inputs.z is None else _store(op, grads.z, shape, dz_out),
+            d_initial_state=_array(grads.initial_state, state_shape) if need_d_initial_state else None,
+        )
+
+    # ---- loss and optimizer -------------------------------------------------------------------
+
+    def cross_entropy_(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        *,
+        scale: float = 1.0,
+        ignore_index: int = -100,
+        grad: bool = True,
+    ) -> Tensor:
+        op = "cross_entropy_"
+        checks.cross_entropy_(logits, targets)
+        width = logits.shape[1]
+        losses, d_logits = [], []
+        for row, target in zip(
+            _rows(op, "logits", logits), _flat(op, "targets", targets, "i32"), strict=True
+        ):
+            if target == ignore_index:
+                losses.append(0.0)
+                d_logits.append([0.0] * width)
+                continue
+            if not 0 <= target < width:
+                raise ValueError(f"{op}: target {target} is outside 0 to {width - 1} and not {ignore_index}")
+            top = max(row)
+            weights = [exp(x - top) for x in row]
+            total = sum(weights)
+            losses.append(math.log(total) - (row[target] - top))
+            gradient = [scale * (e / total) for e in weights]
+            # p - 1 as minus the sum of the other probabilities: it keeps its digits where p is near 1.
+            gradient[target] = -scale * ((sum(weights[:target]) + sum(weights[target + 1 :])) / total)
+            d_logits.append(gradient)
+        if grad:
+            logits[...] = _array(d_logits, logits.shape)
+        return _array(losses, targets.shape)
+
+    def global_norm(self, tensors: Sequence[Tensor]) -> Tensor:
+        values = [
+            x for i, tensor in enumerate(tensors) for x in _flat("global_norm", f"tensors[{i}]", tensor)
+        ]
+        return _array([math.hypot(*values)], (1,))  # hypot scales, so no square overflows
+
+    def adamw_(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        m: Sequence[Tensor],
+        v: Sequence[Tensor],
+        *,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: Sequence[float],
+        step: int,
+        grad_norm: Tensor,
+        max_grad_norm: float = 0.0,
+        max_delta: float = 0.0,
+        stats: Tensor,
+    ) -> None:
+        op = "adamw_"
+        checks.adamw_(params, grads, m, v, weight_decay, stats)
+        skipped = _read(op, "stats", stats)[0]
+        norm = _flat(op, "grad_norm", grad_norm)[0]
+        if not math.isfinite(norm):
+            stats[0] = skipped + 1.0
+            return
+        clip = min(1.0, max_grad_norm / (norm + 1e-6)) if max_grad_norm > 0.0 else 1.0
+        t = step - skipped
+        if t < 1:
+            raise ValueError(
+                f"{op}: step is {step} after {skipped:g} skipped steps; it counts all attempts from 1"
+            )
+        correction1, correction2 = 1.0 - beta1**t, 1.0 - beta2**t
+        clamped = 0
+        for i, (pi, gi, mi, vi, decay) in enumerate(zip(params, grads, m, v, weight_decay, strict=True)):
+            new_p, new_m, new_v = [], [], []
+            columns = [
+                _flat(op, f"{name}[{i}]", x)
+                for name, x in (("params", pi), ("grads", gi), ("m", mi), ("v", vi))
+            ]
+            for p, g, m1, v1 in zip(*columns, strict=True):
+                g *= clip
+                m1 = beta1 * m1 + (1.0 - beta1) * g
+                v1 = beta2 * v1 + (1.0 - beta2) * g * g
+                divisor = (math.sqrt(v1 / correction2) if v1 >= 0.0 else math.nan) + eps
+                delta = lr * (m1 / correction1) / divisor if divisor != 0.0 else math.nan
+                if not math.isfinite(delta):
+                    delta = 0.0
+                if 0.0 < max_delta < abs(delta):
+                    delta = math.copysign(max_delta, delta)
+                    clamped += 1
+                new_p.append(p * (1.0 - lr * decay) - delta)
+                new_m.append(m1)
+                new_v.append(v1)
+            for tensor, values in ((pi, new_p), (mi, new_m), (vi, new_v)):
+                tensor[...] = _array(values, tensor.shape)
+        stats[1], stats[2], stats[3] = norm, clip, float(clamped)
+
+    # ---- single steps -------------------------------------------------------------------------
+
+    def conv1d_step(
+        self,
+        x: Tensor,
+        state: Tensor,
+        w: Tensor,
+        bias: Tensor | None = None,
+        *,
+        activation: str | None = "silu",
+    ) -> Tensor:
+        checks.conv1d_step(x, state, w, bias, activation)
+        return super().conv1d_step(x, state, w, bias, activation=activation)
+
+    def selective_scan_step(
+        self,
+        u: Tensor,
+        delta: Tensor,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor,
+        d: Tensor | None,
+        z: Tensor | None,
+        delta_bias: Tensor | None,
+        state: Tensor,
+        *,
+        delta_softplus: bool = True,
+        discretization: str = "zoh",
+    ) -> Tensor:
+        checks.selective_scan_step(u, delta, a, b, c, d, z, delta_bias, state, discretization)
+        return super().selective_scan_step(
+            u,
+            delta,
+            a,
+            b,
+            c,
+            d,
+            z,
+            delta_bias,
+            state,
+            delta_softplus=delta_softplus,
+            discretization=discretization,
+        )
