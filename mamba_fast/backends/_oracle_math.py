@@ -9,6 +9,7 @@ import math
 import struct
 
 __all__ = [
+    "adam",
     "bf16_bits",
     "bf16_value",
     "exp",
@@ -78,6 +79,18 @@ def phi_prime(z: float) -> float:
         total += term
         if abs(term) < 1e-18:
             return total
+
+
+def adam(
+    g: float, m: float, v: float, *, t: float, lr: float, beta1: float, beta2: float, eps: float
+) -> tuple[float, float, float]:
+    """The new moments of one element and its step, 0 where that is not finite (SPEC 5)."""
+    m = beta1 * m + (1.0 - beta1) * g
+    v = beta2 * v + (1.0 - beta2) * g * g
+    second = v / (1.0 - beta2**t)
+    divisor = (math.sqrt(second) if second >= 0.0 else math.nan) + eps
+    step = lr * (m / (1.0 - beta1**t)) / divisor if divisor != 0.0 else math.nan
+    return m, v, step if math.isfinite(step) else 0.0
 
 
 def _round(x: float, digits: int, lowest: int, limit: float) -> float:

@@ -3,7 +3,7 @@
 It is what all other backends are compared with, so it is written to be read: the formulas of
 SPEC.md one after another, on nested lists of Python floats, and nothing shared with the code that
 it judges. NumPy only holds the tensors. `_oracle_math` has the scalar functions, `_oracle_scan` the
-convolution and the scan.
+convolution and the scan, `_oracle_lists` the way from tensors to lists and back.
 
 Tensors are numpy arrays, views are slices:
 
@@ -29,7 +29,21 @@ import numpy as np
 
 from mamba_fast import checks
 from mamba_fast.backend import Backend, ScanGradients, Tensor
-from mamba_fast.backends._oracle_math import bf16_bits, bf16_value, exp, round_f16
+from mamba_fast.backends._oracle_lists import (
+    NAMES,
+    NUMPY,
+    add_into,
+    maybe,
+    read,
+    read_flat,
+    read_lengths,
+    read_rows,
+    read_saved,
+    read_starts,
+    store,
+    to_tensor,
+)
+from mamba_fast.backends._oracle_math import adam, bf16_bits, bf16_value, exp, round_f16
 from mamba_fast.backends._oracle_scan import (
     ConvInputs,
     ScanInputs,
@@ -41,14 +55,6 @@ from mamba_fast.backends._oracle_scan import (
 
 __all__ = ["OracleBackend", "create_backend"]
 
-_NUMPY = {
-    "f32": np.dtype(np.float64),
-    "i32": np.dtype(np.int32),
-    "f16": np.dtype(np.float16),
-    "bf16": np.dtype(np.uint16),
-}
-_NAMES = {dtype: name for name, dtype in _NUMPY.items()}
-
 
 def create_backend(**options: Any) -> OracleBackend:
     """The oracle backend. It has no options: any is a TypeError."""
@@ -57,97 +63,6 @@ def create_backend(**options: Any) -> OracleBackend:
             f"the oracle backend takes no options, got {', '.join(sorted(options))}: leave them out"
         )
     return OracleBackend()
-
-
-# ---- between tensors and lists ----------------------------------------------------------------
-
-
-def _check_dtype(op: str, name: str, tensor: Any, dtype: str) -> None:
-    if not isinstance(tensor, np.ndarray):
-        raise TypeError(
-            f"{op}: {name} is a {type(tensor).__name__}, not a tensor of the oracle: use from_host"
-        )
-    if tensor.dtype != _NUMPY[dtype]:
-        found = _NAMES.get(tensor.dtype, f"a {tensor.dtype} array")
-        remedy = "use cast" if found in ("f16", "bf16") else "use from_host"
-        raise TypeError(f"{op}: {name} is {found}, expected {dtype}: {remedy}")
-
-
-def _read(op: str, name: str, tensor: Any, dtype: str = "f32") -> Any:
-    """The tensor's values as nested lists."""
-    _check_dtype(op, name, tensor, dtype)
-    return tensor.tolist()
-
-
-def _maybe(op: str, name: str, tensor: Any, dtype: str = "f32") -> Any:
-    """`_read` of an optional tensor."""
-    return None if tensor is None else _read(op, name, tensor, dtype)
-
-
-def _flat(op: str, name: str, tensor: Any, dtype: str = "f32") -> list[Any]:
-    """The tensor's values in one list, row-major."""
-    _check_dtype(op, name, tensor, dtype)
-    return tensor.ravel().tolist()
-
-
-def _rows(op: str, name: str, tensor: Any) -> list[list[float]]:
-    """The tensor's values by rows: all axes but the last merged."""
-    _check_dtype(op, name, tensor, "f32")
-    return tensor.reshape(-1, tensor.shape[-1]).tolist()
-
-
-def _array(values: Any, shape: Sequence[int]) -> np.ndarray:
-    """A new tensor from lists with that many values."""
-    return np.array(values, dtype=np.float64).reshape(shape)
-
-
-def _store(op: str, values: Any, shape: Sequence[int], out: Any, *, accumulate: bool = False) -> np.ndarray:
-    """The values as a tensor: written to `out`, or added to it, where there is one."""
-    result = _array(values, shape)
-    if out is None:
-        return result
-    _check_dtype(op, "out", out, "f32")
-    if accumulate:
-        _add(op, "out", out, values)
-    else:
-        out[...] = result
-    return out
-
-
-def _add(op: str, name: str, tensor: Any, values: Any) -> None:
-    """tensor += values, given as lists; nothing where the tensor is None."""
-    if tensor is None:
-        return
-    old = _flat(op, name, tensor)
-    new = _array(values, tensor.shape).ravel().tolist()
-    tensor[...] = _array([p + q for p, q in zip(old, new, strict=True)], tensor.shape)
-
-
-def _saved(op: str, saved: Any, kind: type[Any]) -> Any:
-    """What the forward op saved, or an error that says what went wrong."""
-    if saved is None:
-        raise ValueError(f"{op}: saved is None: run the forward op with grad=True")
-    if not isinstance(saved, kind):
-        raise TypeError(f"{op}: saved is a {type(saved).__name__}, expected what the forward op returned")
-    return saved
-
-
-def _read_starts(op: str, seq_start: Any) -> list[list[bool]] | None:
-    """Where the state restarts, or None."""
-    if seq_start is None:
-        return None
-    return [[value != 0 for value in row] for row in _read(op, "seq_start", seq_start, "i32")]
-
-
-def _read_lengths(op: str, lengths: Any, batch: int, length: int) -> list[int]:
-    """How many positions of each row are real."""
-    if lengths is None:
-        return [length] * batch
-    values = _read(op, "lengths", lengths, "i32")
-    for i, value in enumerate(values):
-        if not 1 <= value <= length:
-            raise ValueError(f"{op}: lengths[{i}] is {value}, expected 1 to {length}")
-    return values
 
 
 # ---- what forward ops keep --------------------------------------------------------------------
@@ -207,15 +122,15 @@ class OracleBackend(Backend):
                 raise ValueError(f"from_host: {wrong.flat[0]} is not a 32-bit integer")
             return np.ascontiguousarray(result).reshape(source.shape)
         if copy:
-            return np.array(source, dtype=_NUMPY[dtype], order="C")
-        return np.asarray(source, dtype=_NUMPY[dtype], order="C")
+            return np.array(source, dtype=NUMPY[dtype], order="C")
+        return np.asarray(source, dtype=NUMPY[dtype], order="C")
 
     def to_host(self, tensor: Tensor) -> np.ndarray:
         self.transfers += 1
         name = self.dtype_of(tensor)
         if name == "bf16":
-            return _array(
-                [bf16_value(bits) for bits in _flat("to_host", "tensor", tensor, "bf16")], tensor.shape
+            return to_tensor(
+                [bf16_value(bits) for bits in read_flat("to_host", "tensor", tensor, "bf16")], tensor.shape
             )
         return np.array(tensor, dtype=np.int32 if name == "i32" else np.float64, order="C")
 
@@ -223,16 +138,16 @@ class OracleBackend(Backend):
         return self.zeros(shape, dtype)
 
     def zeros(self, shape: Sequence[int], dtype: str = "f32") -> Tensor:
-        if dtype not in _NUMPY:
-            raise ValueError(f"zeros: dtype must be one of {', '.join(_NUMPY)}, got {dtype!r}")
-        return np.zeros(tuple(shape), _NUMPY[dtype])
+        if dtype not in NUMPY:
+            raise ValueError(f"zeros: dtype must be one of {', '.join(NUMPY)}, got {dtype!r}")
+        return np.zeros(tuple(shape), NUMPY[dtype])
 
     def dtype_of(self, tensor: Tensor) -> str:
-        if not isinstance(tensor, np.ndarray) or tensor.dtype not in _NAMES:
+        if not isinstance(tensor, np.ndarray) or tensor.dtype not in NAMES:
             raise TypeError(
                 f"dtype_of: a {type(tensor).__name__} is not a tensor of the oracle: use from_host"
             )
-        return _NAMES[tensor.dtype]
+        return NAMES[tensor.dtype]
 
     def reshape(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
         shape = tuple(shape)
@@ -267,13 +182,13 @@ class OracleBackend(Backend):
         for name in (source, dtype):
             if name not in ("f32", "f16", "bf16"):
                 raise ValueError(f"cast: from {source} to {dtype}; expected floating types: f32, f16, bf16")
-        values = _flat("cast", "tensor", tensor, source)
+        values = read_flat("cast", "tensor", tensor, source)
         if source == "bf16":
             values = [bf16_value(bits) for bits in values]
         if dtype != "f32":
             convert: Callable[[float], float] = round_f16 if dtype == "f16" else bf16_bits
             values = [convert(value) for value in values]
-        return np.array(values, dtype=_NUMPY[dtype]).reshape(tensor.shape)
+        return np.array(values, dtype=NUMPY[dtype]).reshape(tensor.shape)
 
     def synchronize(self) -> None:
         pass  # nothing is ever queued
@@ -282,51 +197,52 @@ class OracleBackend(Backend):
 
     def add(self, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
         checks.same_shape("add", a, b, out)
-        values = [p + q for p, q in zip(_flat("add", "a", a), _flat("add", "b", b), strict=True)]
-        return _store("add", values, a.shape, out)
+        values = [p + q for p, q in zip(read_flat("add", "a", a), read_flat("add", "b", b), strict=True)]
+        return store("add", values, a.shape, out)
 
     def add_(self, dst: Tensor, src: Tensor) -> None:
         checks.same_shape("add_", dst, src)
-        _add("add_", "dst", dst, _read("add_", "src", src))
+        add_into("add_", "dst", dst, read("add_", "src", src))
 
     def sum(self, x: Tensor) -> Tensor:
         total = 0.0
-        for value in _flat("sum", "x", x):
+        for value in read_flat("sum", "x", x):
             total += value
-        return _array([total], (1,))
+        return to_tensor([total], (1,))
 
     def decay(self, a_log: Tensor, *, grad: bool = True) -> tuple[Tensor, Any]:
         checks.decay(a_log)
-        a = _array([-exp(min(max(x, -10.0), 5.0)) for x in _flat("decay", "a_log", a_log)], a_log.shape)
+        values = [-exp(min(max(x, -10.0), 5.0)) for x in read_flat("decay", "a_log", a_log)]
+        a = to_tensor(values, a_log.shape)
         return a, _DecaySaved(a_log, a) if grad else None
 
     def decay_backward(self, d_a: Tensor, saved: Any, *, d_a_log: Tensor) -> None:
         op = "decay_backward"
-        a_log, a = _saved(op, saved, _DecaySaved)
+        a_log, a = read_saved(op, saved, _DecaySaved)
         checks.same_shape(op, a_log, d_a, d_a_log)
-        entries = zip(_flat(op, "d_a", d_a), a_log.ravel().tolist(), a.ravel().tolist(), strict=True)
-        _add(op, "d_a_log", d_a_log, [g * y if -10.0 < x < 5.0 else 0.0 for g, x, y in entries])
+        entries = zip(read_flat(op, "d_a", d_a), a_log.ravel().tolist(), a.ravel().tolist(), strict=True)
+        add_into(op, "d_a_log", d_a_log, [g * y if -10.0 < x < 5.0 else 0.0 for g, x, y in entries])
 
     # ---- embedding, matrix products, normalisation --------------------------------------------
 
     def embedding(self, ids: Tensor, table: Tensor, *, grad: bool = True) -> tuple[Tensor, Any]:
         checks.embedding(ids, table)
-        rows = _rows("embedding", "table", table)
+        rows = read_rows("embedding", "table", table)
         y = []
-        for i in _flat("embedding", "ids", ids, "i32"):
+        for i in read_flat("embedding", "ids", ids, "i32"):
             if not 0 <= i < len(rows):
                 raise ValueError(f"embedding: id {i} is outside 0 to {len(rows) - 1}")
             y.append(rows[i])
-        return _array(y, (*ids.shape, table.shape[1])), _EmbeddingSaved(ids) if grad else None
+        return to_tensor(y, (*ids.shape, table.shape[1])), _EmbeddingSaved(ids) if grad else None
 
     def embedding_backward(self, dy: Tensor, saved: Any, *, d_table: Tensor) -> None:
         op = "embedding_backward"
-        ids = _saved(op, saved, _EmbeddingSaved).ids
+        ids = read_saved(op, saved, _EmbeddingSaved).ids
         checks.embedding_backward(dy, ids.shape, d_table)
         total = [[0.0] * d_table.shape[1] for _ in range(d_table.shape[0])]
-        for i, row in zip(ids.ravel().tolist(), _rows(op, "dy", dy), strict=True):
+        for i, row in zip(ids.ravel().tolist(), read_rows(op, "dy", dy), strict=True):
             total[i] = [p + q for p, q in zip(total[i], row, strict=True)]
-        _add(op, "d_table", d_table, total)
+        add_into(op, "d_table", d_table, total)
 
     def linear(
         self,
@@ -340,17 +256,17 @@ class OracleBackend(Backend):
         grad: bool = True,
     ) -> tuple[Tensor, Any]:
         checks.linear(x, w, bias, out, accumulate)
-        weights = _rows("linear", "w", w)
-        offsets = [0.0] * len(weights) if bias is None else _read("linear", "bias", bias)
+        weights = read_rows("linear", "w", w)
+        offsets = [0.0] * len(weights) if bias is None else read("linear", "bias", bias)
         y = [
             [
                 alpha * sum(map(mul, row, weight)) + offset
                 for weight, offset in zip(weights, offsets, strict=True)
             ]
-            for row in _rows("linear", "x", x)
+            for row in read_rows("linear", "x", x)
         ]
         shape = (*x.shape[:-1], w.shape[0])
-        return _store("linear", y, shape, out, accumulate=accumulate), _LinearSaved(x) if grad else None
+        return store("linear", y, shape, out, accumulate=accumulate), _LinearSaved(x) if grad else None
 
     def linear_backward(
         self,
@@ -366,32 +282,34 @@ class OracleBackend(Backend):
         accumulate: bool = False,
     ) -> Tensor | None:
         op = "linear_backward"
-        x = _saved(op, saved, _LinearSaved).x
+        x = read_saved(op, saved, _LinearSaved).x
         checks.linear_backward(dy, x.shape, w, dw, dbias, out, accumulate)
-        g = _rows(op, "dy", dy)
+        g = read_rows(op, "dy", dy)
         by_output = list(zip(*g, strict=True))
         if dw is not None:
-            by_input = list(zip(*_rows(op, "x", x), strict=True))
-            _add(op, "dw", dw, [[alpha * sum(map(mul, row, col)) for col in by_input] for row in by_output])
+            by_input = list(zip(*read_rows(op, "x", x), strict=True))
+            add_into(
+                op, "dw", dw, [[alpha * sum(map(mul, row, col)) for col in by_input] for row in by_output]
+            )
         if dbias is not None:
-            _add(op, "dbias", dbias, [sum(row) for row in by_output])
+            add_into(op, "dbias", dbias, [sum(row) for row in by_output])
         if not need_dx:
             return None
-        columns = list(zip(*_rows(op, "w", w), strict=True))
+        columns = list(zip(*read_rows(op, "w", w), strict=True))
         dx = [[alpha * sum(map(mul, row, col)) for col in columns] for row in g]
-        return _store(op, dx, x.shape, out, accumulate=accumulate)
+        return store(op, dx, x.shape, out, accumulate=accumulate)
 
     def rms_norm(self, x: Tensor, w: Tensor | None, eps: float, *, grad: bool = True) -> tuple[Tensor, Any]:
         checks.rms_norm(x, w)
         width = x.shape[-1]
-        weight = [1.0] * width if w is None else _read("rms_norm", "w", w)
+        weight = [1.0] * width if w is None else read("rms_norm", "w", w)
         y, inverse_rms = [], []
-        for row in _rows("rms_norm", "x", x):
+        for row in read_rows("rms_norm", "x", x):
             mean_square = sum(map(mul, row, row)) / width + eps
             inverse = 1.0 / math.sqrt(mean_square) if mean_square != 0.0 else math.inf
             inverse_rms.append(inverse)
             y.append([v * inverse * k for v, k in zip(row, weight, strict=True)])
-        return _array(y, x.shape), _NormSaved(x, inverse_rms) if grad else None
+        return to_tensor(y, x.shape), _NormSaved(x, inverse_rms) if grad else None
 
     def rms_norm_backward(
         self,
@@ -404,19 +322,19 @@ class OracleBackend(Backend):
         accumulate: bool = False,
     ) -> Tensor:
         op = "rms_norm_backward"
-        x, inverse_rms = _saved(op, saved, _NormSaved)
+        x, inverse_rms = read_saved(op, saved, _NormSaved)
         checks.rms_norm_backward(dy, x.shape, w, dw, out, accumulate)
         width = x.shape[-1]
-        weight = [1.0] * width if w is None else _read(op, "w", w)
+        weight = [1.0] * width if w is None else read(op, "w", w)
         dx, d_weight = [], [0.0] * width
-        for row, g, inverse in zip(_rows(op, "x", x), _rows(op, "dy", dy), inverse_rms, strict=True):
+        for row, g, inverse in zip(read_rows(op, "x", x), read_rows(op, "dy", dy), inverse_rms, strict=True):
             unit = [v * inverse for v in row]
             d_unit = list(map(mul, g, weight))
             mean = sum(map(mul, d_unit, unit)) / width
             dx.append([inverse * (p - q * mean) for p, q in zip(d_unit, unit, strict=True)])
             d_weight = [p + q * r for p, q, r in zip(d_weight, g, unit, strict=True)]
-        _add(op, "dw", dw, d_weight)
-        return _store(op, dx, x.shape, out, accumulate=accumulate)
+        add_into(op, "dw", dw, d_weight)
+        return store(op, dx, x.shape, out, accumulate=accumulate)
 
     # ---- convolution and scan -----------------------------------------------------------------
 
@@ -435,17 +353,17 @@ class OracleBackend(Backend):
         op = "conv1d"
         checks.conv1d(x, w, bias, initial_state, seq_start, lengths, activation)
         inputs = ConvInputs(
-            x=_read(op, "x", x),
-            w=_read(op, "w", w),
-            bias=_maybe(op, "bias", bias),
-            initial_state=_maybe(op, "initial_state", initial_state),
-            starts=_read_starts(op, seq_start),
-            lengths=_read_lengths(op, lengths, x.shape[0], x.shape[1]),
+            x=read(op, "x", x),
+            w=read(op, "w", w),
+            bias=maybe(op, "bias", bias),
+            initial_state=maybe(op, "initial_state", initial_state),
+            starts=read_starts(op, seq_start),
+            lengths=read_lengths(op, lengths, x.shape[0], x.shape[1]),
             silu=activation == "silu",
         )
         y, final, before = conv_forward(inputs)
-        final_state = _array(final, (x.shape[0], w.shape[1] - 1, x.shape[2]))
-        return _array(y, x.shape), final_state, _ConvSaved(x.shape, inputs, before) if grad else None
+        final_state = to_tensor(final, (x.shape[0], w.shape[1] - 1, x.shape[2]))
+        return to_tensor(y, x.shape), final_state, _ConvSaved(x.shape, inputs, before) if grad else None
 
     def conv1d_backward(
         self,
@@ -460,15 +378,15 @@ class OracleBackend(Backend):
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         op = "conv1d_backward"
-        shape, inputs, before = _saved(op, saved, _ConvSaved)
+        shape, inputs, before = read_saved(op, saved, _ConvSaved)
         checks.conv1d_backward(dy, shape, w, dw, dbias, d_final_state, out)
-        inputs = inputs._replace(w=_read(op, "w", w))
-        d_final = _maybe(op, "d_final_state", d_final_state)
-        dx, d_initial, d_w, d_bias = conv_backward(inputs, before, _read(op, "dy", dy), d_final)
-        _add(op, "dw", dw, d_w)
-        _add(op, "dbias", dbias, d_bias)
+        inputs = inputs._replace(w=read(op, "w", w))
+        d_final = maybe(op, "d_final_state", d_final_state)
+        dx, d_initial, d_w, d_bias = conv_backward(inputs, before, read(op, "dy", dy), d_final)
+        add_into(op, "dw", dw, d_w)
+        add_into(op, "dbias", dbias, d_bias)
         state_shape = (shape[0], w.shape[1] - 1, shape[2])
-        return _store(op, dx, shape, out), _array(d_initial, state_shape) if need_d_initial_state else None
+        return store(op, dx, shape, out), to_tensor(d_initial, state_shape) if need_d_initial_state else None
 
     def selective_scan(
         self,
@@ -493,23 +411,23 @@ class OracleBackend(Backend):
             u, delta, a, b, c, d, z, delta_bias, discretization, initial_state, seq_start, lengths
         )
         inputs = ScanInputs(
-            u=_read(op, "u", u),
-            delta=_read(op, "delta", delta),
-            a=_read(op, "a", a),
-            b=_read(op, "b", b),
-            c=_read(op, "c", c),
-            d=_maybe(op, "d", d),
-            z=_maybe(op, "z", z),
-            delta_bias=_maybe(op, "delta_bias", delta_bias),
+            u=read(op, "u", u),
+            delta=read(op, "delta", delta),
+            a=read(op, "a", a),
+            b=read(op, "b", b),
+            c=read(op, "c", c),
+            d=maybe(op, "d", d),
+            z=maybe(op, "z", z),
+            delta_bias=maybe(op, "delta_bias", delta_bias),
             softplus=delta_softplus,
             zoh=discretization == "zoh",
-            initial_state=_maybe(op, "initial_state", initial_state),
-            starts=_read_starts(op, seq_start),
-            lengths=_read_lengths(op, lengths, u.shape[0], u.shape[1]),
+            initial_state=maybe(op, "initial_state", initial_state),
+            starts=read_starts(op, seq_start),
+            lengths=read_lengths(op, lengths, u.shape[0], u.shape[1]),
         )
         y, final = scan_forward(inputs)
-        final_state = _array(final, (u.shape[0], *a.shape))
-        return _array(y, u.shape), final_state, _ScanSaved(u.shape, inputs) if grad else None
+        final_state = to_tensor(final, (u.shape[0], *a.shape))
+        return to_tensor(y, u.shape), final_state, _ScanSaved(u.shape, inputs) if grad else None
 
     def selective_scan_backward(
         self,
@@ -528,7 +446,7 @@ class OracleBackend(Backend):
         dz_out: Tensor | None = None,
     ) -> ScanGradients:
         op = "selective_scan_backward"
-        shape, inputs = _saved(op, saved, _ScanSaved)
+        shape, inputs = read_saved(op, saved, _ScanSaved)
         states = len(inputs.a[0])
         checks.selective_scan_backward(
             dy,
@@ -544,19 +462,19 @@ class OracleBackend(Backend):
             dc_out,
             dz_out,
         )
-        grads = scan_backward(inputs, _read(op, "dy", dy), _maybe(op, "d_final_state", d_final_state))
-        _add(op, "d_a", d_a, grads.a)
-        _add(op, "d_d", d_d, grads.d)
-        _add(op, "d_delta_bias", d_delta_bias, grads.delta_bias)
+        grads = scan_backward(inputs, read(op, "dy", dy), maybe(op, "d_final_state", d_final_state))
+        add_into(op, "d_a", d_a, grads.a)
+        add_into(op, "d_d", d_d, grads.d)
+        add_into(op, "d_delta_bias", d_delta_bias, grads.delta_bias)
         state_shape = (shape[0], shape[2], states)
         bc_shape = (*shape[:2], states)
         return ScanGradients(
-            du=_store(op, grads.u, shape, du_out),
-            ddelta=_store(op, grads.delta, shape, ddelta_out),
-            db=_store(op, grads.b, bc_shape, db_out),
-            dc=_store(op, grads.c, bc_shape, dc_out),
-            dz=None if inputs.z is None else _store(op, grads.z, shape, dz_out),
-            d_initial_state=_array(grads.initial_state, state_shape) if need_d_initial_state else None,
+            du=store(op, grads.u, shape, du_out),
+            ddelta=store(op, grads.delta, shape, ddelta_out),
+            db=store(op, grads.b, bc_shape, db_out),
+            dc=store(op, grads.c, bc_shape, dc_out),
+            dz=None if inputs.z is None else store(op, grads.z, shape, dz_out),
+            d_initial_state=to_tensor(grads.initial_state, state_shape) if need_d_initial_state else None,
         )
 
     # ---- loss and optimizer -------------------------------------------------------------------
@@ -575,7 +493,7 @@ class OracleBackend(Backend):
         width = logits.shape[1]
         losses, d_logits = [], []
         for row, target in zip(
-            _rows(op, "logits", logits), _flat(op, "targets", targets, "i32"), strict=True
+            read_rows(op, "logits", logits), read_flat(op, "targets", targets, "i32"), strict=True
         ):
             if target == ignore_index:
                 losses.append(0.0)
@@ -592,14 +510,14 @@ class OracleBackend(Backend):
             gradient[target] = -scale * ((sum(weights[:target]) + sum(weights[target + 1 :])) / total)
             d_logits.append(gradient)
         if grad:
-            logits[...] = _array(d_logits, logits.shape)
-        return _array(losses, targets.shape)
+            logits[...] = to_tensor(d_logits, logits.shape)
+        return to_tensor(losses, targets.shape)
 
     def global_norm(self, tensors: Sequence[Tensor]) -> Tensor:
         values = [
-            x for i, tensor in enumerate(tensors) for x in _flat("global_norm", f"tensors[{i}]", tensor)
+            x for i, tensor in enumerate(tensors) for x in read_flat("global_norm", f"tensors[{i}]", tensor)
         ]
-        return _array([math.hypot(*values)], (1,))  # hypot scales, so no square overflows
+        return to_tensor([math.hypot(*values)], (1,))  # hypot scales, so no square overflows
 
     def adamw_(
         self,
@@ -621,8 +539,8 @@ class OracleBackend(Backend):
     ) -> None:
         op = "adamw_"
         checks.adamw_(params, grads, m, v, weight_decay, stats)
-        skipped = _read(op, "stats", stats)[0]
-        norm = _flat(op, "grad_norm", grad_norm)[0]
+        skipped = read(op, "stats", stats)[0]
+        norm = read_flat(op, "grad_norm", grad_norm)[0]
         if not math.isfinite(norm):
             stats[0] = skipped + 1.0
             return
@@ -632,22 +550,15 @@ class OracleBackend(Backend):
             raise ValueError(
                 f"{op}: step is {step} after {skipped:g} skipped steps; it counts all attempts from 1"
             )
-        correction1, correction2 = 1.0 - beta1**t, 1.0 - beta2**t
         clamped = 0
         for i, (pi, gi, mi, vi, decay) in enumerate(zip(params, grads, m, v, weight_decay, strict=True)):
             new_p, new_m, new_v = [], [], []
             columns = [
-                _flat(op, f"{name}[{i}]", x)
+                read_flat(op, f"{name}[{i}]", x)
                 for name, x in (("params", pi), ("grads", gi), ("m", mi), ("v", vi))
             ]
             for p, g, m1, v1 in zip(*columns, strict=True):
-                g *= clip
-                m1 = beta1 * m1 + (1.0 - beta1) * g
-                v1 = beta2 * v1 + (1.0 - beta2) * g * g
-                divisor = (math.sqrt(v1 / correction2) if v1 >= 0.0 else math.nan) + eps
-                delta = lr * (m1 / correction1) / divisor if divisor != 0.0 else math.nan
-                if not math.isfinite(delta):
-                    delta = 0.0
+                m1, v1, delta = adam(g * clip, m1, v1, t=t, lr=lr, beta1=beta1, beta2=beta2, eps=eps)
                 if 0.0 < max_delta < abs(delta):
                     delta = math.copysign(max_delta, delta)
                     clamped += 1
@@ -655,7 +566,7 @@ class OracleBackend(Backend):
                 new_m.append(m1)
                 new_v.append(v1)
             for tensor, values in ((pi, new_p), (mi, new_m), (vi, new_v)):
-                tensor[...] = _array(values, tensor.shape)
+                tensor[...] = to_tensor(values, tensor.shape)
         stats[1], stats[2], stats[3] = norm, clip, float(clamped)
 
     # ---- single steps -------------------------------------------------------------------------
