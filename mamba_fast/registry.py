@@ -173,11 +173,11 @@ def _create(name: str, options: dict[str, Any]) -> Backend:
             f"backend {name!r} from distribution {origin}: {target} returned {type(backend).__name__}, "
             "not a mamba_fast.backend.Backend"
         )
-    if backend.api_version[0] != API_VERSION[0]:
-        theirs, ours = (".".join(map(str, v)) for v in (backend.api_version, API_VERSION))
+    version = backend.api_version
+    if not isinstance(version, tuple) or version[:1] != API_VERSION[:1]:
         raise BackendLoadError(
-            f"backend {name!r} from distribution {origin} is for backend API {theirs}, this mamba_fast has {ours}: "
-            "upgrade the older of the two"
+            f"backend {name!r} from distribution {origin} is for backend API {version}, "
+            f"this mamba_fast has {API_VERSION}: upgrade the older of the two"
         )
     return backend
 

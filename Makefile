@@ -1,0 +1,85 @@
+# `make demo` and `make test` set up everything on a fresh machine; `make help` lists the rest.
+# Needed beforehand: Python 3.11 or newer with its headers and venv, make, a C compiler.
+
+PYTHON  ?= python3
+VENV    ?= .venv
+# More arguments for pytest, e.g. make test ARGS="-m 'not slow'"
+ARGS    ?=
+
+PY      := $(VENV)/bin/python
+PIP     := $(PY) -m pip --quiet --disable-pip-version-check
+KERNELS := $(wildcard mamba_fast/*.pyx mamba_fast/*.pxd mamba_fast/*.h)
+# Taken when make starts, so that the demo can leave out of its training time what the set-up took.
+STARTED := $(shell date +%s)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test conformance bench lint format dev dist clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo         set up, train a small model on Python's own source, print samples (< 5 minutes)"
+	@echo "make test         set up, run all tests (< 10 minutes; ARGS=\"-m 'not slow'\" for the quick ones)"
+	@echo "make dev          set up $(VENV) and rebuild the kernels that changed"
+	@echo "make conformance  the backend contract on every backend of the checkout"
+	@echo "make bench        benchmarks of the ops and of a training step"
+	@echo "make lint         ruff and cython-lint;  make format  lets ruff rewrite the files"
+	@echo "make dist         sdist and wheel in dist/"
+	@echo "make clean        remove what the targets above made"
+	@echo "PYTHON=python3.12 chooses the interpreter (now: $(PYTHON))"
+
+# ---- set-up: one stamp for each step, kept in the environment it speaks of ----
+
+$(VENV)/.made:
+	@$(PYTHON) tools/preflight.py
+	@echo "Setting up $(VENV) (once; a minute or two) ..."
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) install 'setuptools>=77' 'Cython>=3.1'
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.made pyproject.toml gpu_plugin/pyproject.toml
+	@echo "Installing mamba-fast and mamba-fast-wgpu, both editable, with the tests' dependencies ..."
+	@$(PIP) install --no-build-isolation -e '.[test]' -e ./gpu_plugin
+	@touch $@
+
+$(VENV)/.kernels: $(VENV)/.installed setup.py $(KERNELS)
+	@echo "Building the kernels that changed ..."
+	@$(PY) setup.py --quiet build_ext --inplace
+	@touch $@
+
+$(VENV)/.linters: $(VENV)/.made pyproject.toml
+	@$(PIP) install --no-build-isolation -e '.[dev]'
+	@touch $@
+
+# ---- what people run ----
+
+dev: $(VENV)/.kernels
+
+demo: $(VENV)/.kernels
+	@$(PY) examples/stdlib_demo.py --out demo-out --set-up-seconds $$(( $$(date +%s) - $(STARTED) ))
+
+test: $(VENV)/.kernels
+	@$(PY) -m pytest $(ARGS)
+
+conformance: $(VENV)/.kernels
+	@$(PY) -m pytest -k "conformance" $(ARGS)
+
+bench: $(VENV)/.kernels
+	@$(PY) -m pytest bench --benchmark-enable --benchmark-only $(ARGS)
+
+lint: $(VENV)/.linters
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/cython-lint mamba_fast
+
+format: $(VENV)/.linters
+	@$(VENV)/bin/ruff check --fix .
+	@$(VENV)/bin/ruff format .
+
+dist: $(VENV)/.linters
+	@rm -rf dist
+	@$(PY) -m build
+
+clean:
+	rm -rf $(VENV) build dist demo-out .pytest_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf *.egg-info gpu_plugin/*.egg-info gpu_plugin/build
+	rm -f mamba_fast/*.so mamba_fast/*.pyd mamba_fast/*.c
