@@ -23,11 +23,12 @@ def __getattr__(name: str) -> Any:
     if name != "BackendConformance":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        import pytest  # noqa: F401
+        from mamba_fast.testing.conformance import BackendConformance
     except ModuleNotFoundError as error:
+        if error.name != "pytest":
+            raise
         raise ModuleNotFoundError(
-            "mamba_fast.testing.BackendConformance needs pytest: pip install 'mamba-fast[test]'", name="pytest"
+            "mamba_fast.testing.BackendConformance needs pytest: pip install 'mamba-fast[test]'",
+            name="pytest",
         ) from error
-    from mamba_fast.testing.conformance import BackendConformance
-
     return BackendConformance
