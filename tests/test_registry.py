@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from pathlib import Path
 
@@ -173,9 +174,8 @@ def test_a_factory_that_returns_something_else_is_a_load_error(install):
 def test_another_major_version_of_the_contract_is_refused_with_both_versions(install):
     other = (API_VERSION[0] + 1, 4)
     install("mamba-fast-fake", WORKING.replace(str(API_VERSION), str(other)))
-    with pytest.raises(
-        BackendLoadError, match=rf"API \({other[0]}, 4\), this mamba_fast has \({API_VERSION[0]},"
-    ):
+    expected = f"is for backend API {other}, this mamba_fast has {API_VERSION}"
+    with pytest.raises(BackendLoadError, match=re.escape(expected)):
         get_backend("fake")
 
 
