@@ -504,10 +504,12 @@ class OracleBackend(Backend):
             top = max(row)
             weights = [exp(x - top) for x in row]
             total = sum(weights)
-            losses.append(math.log(total) - (row[target] - top))
+            # 1 - p as the share of the other entries: it keeps its digits where p is near 1.
+            others = sum(weights[:target]) + sum(weights[target + 1 :])
+            at_top = weights[target] == 1.0
+            losses.append(math.log1p(others) if at_top else math.log(total) - (row[target] - top))
             gradient = [scale * (e / total) for e in weights]
-            # p - 1 as minus the sum of the other probabilities: it keeps its digits where p is near 1.
-            gradient[target] = -scale * ((sum(weights[:target]) + sum(weights[target + 1 :])) / total)
+            gradient[target] = -scale * (others / total)
             d_logits.append(gradient)
         if grad:
             logits[...] = to_tensor(d_logits, logits.shape)
