@@ -1,0 +1,310 @@
+"""Parameters: their names, shapes and order (SPEC 1), and the flat memory that they live in.
+
+Weights, gradients and optimizer moments of a model share one `Layout`, so that an optimizer or an
+all-reduce works on a few long flat tensors instead of hundreds of small ones, while the model sees
+each parameter as a view in its own shape. Everything is keyed by name, never by position.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mamba_fast.backend import Backend, Tensor
+from mamba_fast.config import MambaConfig
+
+__all__ = [
+    "ALIGNMENT",
+    "BLOCK_PARAMETERS",
+    "DEFAULT_LORA_TARGETS",
+    "Layout",
+    "Param",
+    "ParamStore",
+    "Slabs",
+    "bind",
+    "layer_params",
+    "model_layout",
+    "param_matrix_shape",
+    "parameter_shapes",
+]
+
+BLOCK_PARAMETERS = (
+    "wInProj", "bInProj", "wConv", "bConv", "wXProj", "bXProj", "wDtProj", "bDtProj",
+    "A_log", "D_vec", "wOutProj", "bOutProj", "normWeight",
+)  # fmt: skip
+"""Names of one block's parameters, in the order of `parameters()`."""
+
+DEFAULT_LORA_TARGETS = ("wInProj", "wXProj", "wDtProj", "wOutProj")
+"""What low-rank adapters attach to unless told otherwise: not the embedding, which may be the head
+too, and not A_log, whose drift destabilises the state (SPEC 4)."""
+
+ALIGNMENT = 64
+"""Elements (256 bytes) that the start of every tensor in a slab is a multiple of: whole cache lines
+for a CPU, and the strictest offset that a GPU asks for."""
+
+_BYTES = 4  # one float32, the storage of every parameter
+
+
+def _block_shapes(config: MambaConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of one block's parameters, those that the config switches off included."""
+    d, e, n, r = config.d_model, config.d_inner, config.d_state, config.dt_rank
+    assert isinstance(e, int)
+    assert isinstance(r, int)  # the config resolved "auto"
+    return {
+        "wInProj": (2 * e, d),
+        "bInProj": (2 * e,),
+        "wConv": (e, config.d_conv),
+        "bConv": (e,),
+        "wXProj": (r + 2 * n, e),
+        "bXProj": (r + 2 * n,),
+        "wDtProj": (e, r),
+        "bDtProj": (e,),
+        "A_log": (e, n),
+        "D_vec": (e,),
+        "wOutProj": (d, e),
+        "bOutProj": (d,),
+        "normWeight": (d,),
+    }
+
+
+def parameter_shapes(config: MambaConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of every parameter by name, in the order of `parameters()` (SPEC 1).
+
+    `embedding`, then `layer{i}.{name}`, then `final_norm`, then `lm_head` unless it is tied to the
+    embedding, then `lm_head_bias`. Biases that the config switches off are absent.
+    """
+    absent = set()
+    if not config.use_bias:
+        absent |= {"bInProj", "bOutProj"}
+    if not config.use_conv_bias:
+        absent.add("bConv")
+    if not config.use_x_proj_bias:
+        absent.add("bXProj")
+    block = {name: shape for name, shape in _block_shapes(config).items() if name not in absent}
+    shapes: dict[str, tuple[int, ...]] = {"embedding": (config.vocab_size, config.d_model)}
+    for i in range(config.n_layers):
+        shapes.update({f"layer{i}.{name}": shape for name, shape in block.items()})
+    shapes["final_norm"] = (config.d_model,)
+    if not config.tie_embeddings:
+        shapes["lm_head"] = (config.vocab_size, config.d_model)
+    if config.use_lm_head_bias:
+        shapes["lm_head_bias"] = (config.vocab_size,)
+    return shapes
+
+
+def param_matrix_shape(name: str, config: MambaConfig) -> tuple[int, int] | None:
+    """(rows, cols) of a matrix parameter, None for a vector.
+
+    Parameters
+    ----------
+    name
+        a whole name (`layer0.wInProj`, `embedding`) or a block's own (`wInProj`)
+    config
+        the model's; which biases and which head it switches on does not matter here
+
+    Raises
+    ------
+    ValueError
+        no Mamba model of this depth has a parameter of that name
+    """
+    shapes: dict[str, tuple[int, ...]] = {
+        "embedding": (config.vocab_size, config.d_model),
+        "final_norm": (config.d_model,),
+        "lm_head": (config.vocab_size, config.d_model),
+        "lm_head_bias": (config.vocab_size,),
+        **_block_shapes(config),
+    }
+    prefix, dot, rest = name.rpartition(".")
+    if dot and (rest not in BLOCK_PARAMETERS or prefix not in {f"layer{i}" for i in range(config.n_layers)}):
+        rest = ""
+    if rest not in shapes:
+        raise ValueError(
+            f"no parameter is named {name!r} in a model of {config.n_layers} layers; names are embedding, "
+            f"layer0.wInProj to layer{config.n_layers - 1}.normWeight, final_norm, lm_head and lm_head_bias"
+        )
+    shape = shapes[rest]
+    return (shape[0], shape[1]) if len(shape) == 2 else None
+
+
+# ---- flat memory ------------------------------------------------------------------------------
+
+
+class _Place(NamedTuple):
+    """Where a tensor lies: elements [start, stop) of a slab."""
+
+    slab: int
+    start: int
+    stop: int
+
+
+class Layout:
+    """Names, shapes and which of them weight decay applies to.
+
+    Parameters
+    ----------
+    shapes
+        shape by name, in the order of `parameters()`
+    decayed
+        the names that weight decay applies to
+
+    Attributes
+    ----------
+    shapes : dict of str to tuple
+    decayed : frozenset of str
+    """
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], decayed: Collection[str]) -> None:
+        self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
+        self.decayed = frozenset(decayed)
+        unknown = self.decayed - self.shapes.keys()
+        if unknown:
+            raise ValueError(f"decayed names {sorted(unknown)} that have no shape")
+
+    def places(self, max_bytes: int | None) -> tuple[dict[str, _Place], list[int]]:
+        """Where every tensor goes, and the size in elements of every slab.
+
+        Names that decay come first and never share a slab with the rest, so that a run of
+        neighbours has one weight decay. A slab is closed when the next tensor would take it beyond
+        `max_bytes` (None: no limit). ValueError when a single tensor is larger than that.
+        """
+        limit = math.inf if max_bytes is None else max_bytes // _BYTES
+        places: dict[str, _Place] = {}
+        sizes: list[int] = []
+        for decays in (True, False):
+            end: int | None = None  # of the open slab, None before the first
+            for name, shape in self.shapes.items():
+                if (name in self.decayed) != decays:
+                    continue
+                size = math.prod(shape)
+                if size > limit:
+                    raise ValueError(
+                        f"parameter {name} of shape {shape} takes {size * _BYTES} bytes, more than the "
+                        f"{max_bytes} that one tensor may have on this backend: use another backend"
+                    )
+                start = -(-(end or 0) // ALIGNMENT) * ALIGNMENT
+                if end is None or start + size > limit:
+                    sizes.append(0)
+                    start = 0
+                end = start + size
+                sizes[-1] = end
+                places[name] = _Place(len(sizes) - 1, start, end)
+        return places, sizes
+
+
+def model_layout(config: MambaConfig) -> Layout:
+    """The layout of a model's parameters. Weight decay is for matrices other than A_log (SPEC 5)."""
+    shapes = parameter_shapes(config)
+    decayed = {name for name, shape in shapes.items() if len(shape) == 2 and not name.endswith("A_log")}
+    return Layout(shapes, decayed)
+
+
+class Slabs:
+    """One set of tensors in a layout's shapes, zero at first: weights, gradients or moments.
+
+    `slabs[name]` is the tensor in its shape, a view into the flat memory.
+    """
+
+    def __init__(self, backend: Backend, layout: Layout) -> None:
+        self._backend = backend
+        self._layout = layout
+        self._places, sizes = layout.places(backend.max_tensor_bytes)
+        self._flat = [backend.zeros((size,)) for size in sizes]
+        self._views = {
+            name: backend.reshape(backend.view(self._flat[p.slab], 0, p.start, p.stop), layout.shapes[name])
+            for name, p in self._places.items()
+        }
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._views[name]
+
+    def zero(self) -> None:
+        """Set every element to 0."""
+        for flat in self._flat:
+            self._backend.fill_(flat, 0.0)
+
+    def runs(self, names: Collection[str]) -> list[tuple[Tensor, bool]]:
+        """Flat views that cover exactly these tensors, as few as possible, and whether each decays.
+
+        The padding between two neighbours may be covered; it is zero in every slab and stays zero
+        under any elementwise update. Two slabs of one layout and backend give matching runs.
+        """
+        wanted = set(names)
+        unknown = wanted - self._places.keys()
+        if unknown:
+            raise ValueError(f"no parameters are named {sorted(unknown)}")
+        runs: list[list[str]] = []
+        last: str | None = None  # the tensor before, where it was wanted
+        for name, place in self._places.items():
+            if name not in wanted:
+                last = None
+                continue
+            if last is not None and self._places[last].slab == place.slab:
+                runs[-1].append(name)
+            else:
+                runs.append([name])
+            last = name
+        return [(self._span(run[0], run[-1]), run[0] in self._layout.decayed) for run in runs]
+
+    def _span(self, first: str, last: str) -> Tensor:
+        place = self._places[first]
+        return self._backend.view(self._flat[place.slab], 0, place.start, self._places[last].stop)
+
+
+class ParamStore:
+    """A model's weights and, from their first use on, its gradients.
+
+    Attributes
+    ----------
+    layout : Layout
+    values : Slabs
+        the weights
+    trainable : set of str
+        names whose gradients are wanted and that an optimizer may change; every name at first
+    """
+
+    def __init__(self, backend: Backend, layout: Layout) -> None:
+        self._backend = backend
+        self.layout = layout
+        self.values = Slabs(backend, layout)
+        self.trainable = set(layout.shapes)
+        self._grads: Slabs | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every parameter's name, in the order of `parameters()`."""
+        return tuple(self.layout.shapes)
+
+    @property
+    def grads(self) -> Slabs:
+        """The gradients; allocated, as zeros, when first asked for."""
+        if self._grads is None:
+            self._grads = Slabs(self._backend, self.layout)
+        return self._grads
+
+
+# ---- what the model's code works with ---------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """A weight and the tensor that its gradient is added to; `grad=None` means frozen."""
+
+    value: Tensor
+    grad: Tensor | None = None
+
+
+def bind(
+    store: ParamStore, grads: Slabs | None = None, names: Iterable[str] | None = None
+) -> dict[str, Param]:
+    """Every parameter by name, with gradients for `names` (None: for all) where `grads` is given."""
+    if grads is None:
+        return {name: Param(store.values[name]) for name in store.names}
+    wanted = set(store.names if names is None else names)
+    return {name: Param(store.values[name], grads[name] if name in wanted else None) for name in store.names}
+
+
+def layer_params(params: Mapping[str, Param], layer: int) -> dict[str, Param | None]:
+    """One block's parameters by their short names; None for a bias that the config switches off."""
+    return {name: params.get(f"layer{layer}.{name}") for name in BLOCK_PARAMETERS}

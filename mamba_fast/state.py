@@ -1,0 +1,75 @@
+"""What a model remembers between tokens: the convolution window and the scan state of every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from mamba_fast.backend import Backend, Tensor
+from mamba_fast.config import MambaConfig
+
+__all__ = ["DecodeState", "LayerState"]
+
+
+class LayerState(NamedTuple):
+    """One layer's memory of the tokens so far (SPEC 2, restarts and states)."""
+
+    conv: Tensor
+    """(B, K-1, E): the last inputs of the convolution, oldest first."""
+    ssm: Tensor
+    """(B, E, N): the state of the scan."""
+
+
+class DecodeState:
+    """The memory of a batch of sequences: fixed in size, whatever number of tokens it has seen.
+
+    `prefill` and `step` update it. All zeros is the state before the first token.
+
+    Attributes
+    ----------
+    batch : int
+        how many sequences
+    layers : list of LayerState
+    """
+
+    def __init__(self, backend: Backend, layers: list[LayerState]) -> None:
+        self._backend = backend
+        self.layers = layers
+
+    @classmethod
+    def zeros(cls, backend: Backend, config: MambaConfig, batch: int) -> DecodeState:
+        """The state before the first token."""
+        e, n, k = config.d_inner, config.d_state, config.d_conv
+        assert isinstance(e, int)  # the config resolved None
+        return cls(
+            backend,
+            [
+                LayerState(backend.zeros((batch, k - 1, e)), backend.zeros((batch, e, n)))
+                for _ in range(config.n_layers)
+            ],
+        )
+
+    @property
+    def batch(self) -> int:
+        return self.layers[0].ssm.shape[0]
+
+    def copy(self) -> DecodeState:
+        """An independent copy: two continuations of one prompt."""
+        return DecodeState(
+            self._backend, [LayerState(self._copy(s.conv), self._copy(s.ssm)) for s in self.layers]
+        )
+
+    def keep_rows(self, rows: Sequence[int], before: list[LayerState]) -> None:
+        """Put rows back to what they were in `before` (the layers of an earlier moment)."""
+        for now, old in zip(self.layers, before, strict=True):
+            for new_tensor, old_tensor in zip(now, old, strict=True):
+                for row in rows:
+                    self._backend.copy_(
+                        self._backend.view(new_tensor, 0, row, row + 1),
+                        self._backend.view(old_tensor, 0, row, row + 1),
+                    )
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        copy = self._backend.empty(tensor.shape)
+        self._backend.copy_(copy, tensor)
+        return copy
