@@ -28,6 +28,7 @@ extensions = [
         f"mamba_fast.{name}",
         [f"mamba_fast/{name}.pyx"],
         depends=["mamba_fast/_vecmath.h", "mamba_fast/_threads.pxd"],
+        include_dirs=["mamba_fast"],
         define_macros=macros,
         extra_compile_args=compile_args,
         py_limited_api=use_limited_api,

@@ -1,0 +1,138 @@
+/* Branch-free float32 functions for the kernels' inner loops.
+ *
+ * libm's expf and its kin are calls, and a loop with a call does not vectorise without -ffast-math,
+ * which this package never uses (it would delete the NaN guard). These are straight-line code: a
+ * compiler that inlines them into a loop over contiguous floats vectorises the loop for whatever
+ * instruction set it compiles for. The choices between two values are ternaries (blends); a
+ * comparison with NaN is false, and every clamp is written so that NaN then passes through it.
+ *
+ * The polynomials come from tools/fit_vecmath.py. Largest errors over every float in range, in units
+ * in the last place, are stated at each function and tested in tests/test_vecmath.py.
+ */
+#ifndef MAMBA_FAST_VECMATH_H
+#define MAMBA_FAST_VECMATH_H
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(_MSC_VER)
+#  define MF_INLINE static __forceinline
+#  define MF_RESTRICT __restrict
+#else
+#  define MF_INLINE static inline __attribute__((always_inline))
+#  define MF_RESTRICT __restrict__
+#endif
+
+/* Pointers that the kernels promise not to alias: with them a loop needs no run-time overlap checks. */
+typedef float *MF_RESTRICT mf_out;
+typedef const float *MF_RESTRICT mf_in;
+
+#define MF_LOG2E 1.44269504088896340736f
+/* Adding and taking away 1.5 * 2^23 rounds to the nearest integer, and leaves that integer in the low
+ * bits of the sum. */
+#define MF_ROUND 12582912.0f
+
+MF_INLINE float mf_from_bits(int32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+MF_INLINE int32_t mf_to_bits(float value) {
+    int32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+/* e^x for every x: 0 below -87.33 (no subnormals are made: they cost hundreds of cycles), infinity
+ * above 88.72, NaN for NaN. Error below 1.1 ulp. */
+MF_INLINE float mf_exp(float x) {
+    float y = x < -87.33f ? -87.33f : x;
+    y = y > 88.7228394f ? 88.7228394f : y;
+    float shifted = y * MF_LOG2E + MF_ROUND;
+    float k = shifted - MF_ROUND;
+    float r = y - k * 0.693145751953125f; /* ln 2 in two parts: k times the first is exact */
+    r = r - k * 1.42860677e-6f;
+    float p = 1.390551333e-03f;
+    p = p * r + 8.362974972e-03f;
+    p = p * r + 4.166676477e-02f;
+    p = p * r + 1.666657925e-01f;
+    p = p * r + 5.000000000e-01f;
+    p = p * (r * r) + r;
+    p = p + 1.0f;
+    /* 2^k as two factors: k may be 128, which is no exponent of a float. */
+    int32_t n = mf_to_bits(shifted) - 0x4b400000;
+    int32_t half = n >> 1;
+    p = p * mf_from_bits((half + 127) << 23);
+    p = p * mf_from_bits((n - half + 127) << 23);
+    p = x < -87.33f ? 0.0f : p;
+    return x > 88.7228394f ? mf_from_bits(0x7f800000) : p;
+}
+
+/* 2^t - 1 without cancellation near 0; t is taken as -126 below that and as 127.4 above. NaN for NaN.
+ * Error below 1.8 ulp for t <= 0, 2.5 above. `t` is a product with log2(e) in the scan, which saves the
+ * two-part reduction. */
+MF_INLINE float mf_exp2m1(float t) {
+    float y = t < -126.0f ? -126.0f : t;
+    y = y > 127.4f ? 127.4f : y;
+    float shifted = y + MF_ROUND;
+    float f = y - (shifted - MF_ROUND);
+    float q = 1.538456418e-04f;
+    q = q * f + 1.338742091e-03f;
+    q = q * f + 9.618305601e-03f;
+    q = q * f + 5.550367385e-02f;
+    q = q * f + 2.402264923e-01f;
+    q = q * f + 6.931471825e-01f;
+    float s = mf_from_bits((int32_t)((uint32_t)mf_to_bits(shifted) << 23) + 0x3f800000); /* 2^k */
+    return s * (q * f) + (s - 1.0f);
+}
+
+/* log(1 + w) for 0 <= w <= 1; NaN for NaN. Error below 1.7 ulp. */
+MF_INLINE float mf_log1p_unit(float w) {
+    float p = -3.310628003e-03f;
+    p = p * w + 2.016826533e-02f;
+    p = p * w - 5.759408697e-02f;
+    p = p * w + 1.067316905e-01f;
+    p = p * w - 1.535084993e-01f;
+    p = p * w + 1.969374567e-01f;
+    p = p * w - 2.495824695e-01f;
+    p = p * w + 3.333047628e-01f;
+    p = p * w - 4.999993145e-01f;
+    return (p * w) * w + w;
+}
+
+MF_INLINE float mf_abs(float x) {
+    return mf_from_bits(mf_to_bits(x) & 0x7fffffff);
+}
+
+/* softplus(x) = log(1 + e^x) = max(x, 0) + log1p(e^-|x|), which never overflows. NaN for NaN.
+ * Error below 2.4 ulp. */
+MF_INLINE float mf_softplus(float x) {
+    float w = mf_exp(-mf_abs(x));
+    return (x < 0.0f ? 0.0f : x) + mf_log1p_unit(w);
+}
+
+/* 1 / (1 + e^-x), with full relative accuracy on both sides. NaN for NaN. Error below 2.4 ulp. */
+MF_INLINE float mf_sigmoid(float x) {
+    float w = mf_exp(-mf_abs(x));
+    return (x < 0.0f ? w : 1.0f) / (1.0f + w);
+}
+
+/* x * sigmoid(x) */
+MF_INLINE float mf_silu(float x) {
+    return x * mf_sigmoid(x);
+}
+
+/* phi'(z) for |z| <= 0.3475, where phi(z) = expm1(z) / z; the closed form (z e^z - expm1(z)) / z^2
+ * cancels there. Error below 1.2 ulp. */
+MF_INLINE float mf_phi_prime_near_zero(float z) {
+    float p = 1.188418362e-03f;
+    p = p * z + 6.973491516e-03f;
+    p = p * z + 3.333400190e-02f;
+    p = p * z + 1.249989271e-01f;
+    p = p * z + 3.333333135e-01f;
+    p = p * z + 5.000000000e-01f;
+    return p;
+}
+
+#endif
