@@ -20,10 +20,11 @@ channels; dA, dD and the bias's gradient over its time steps) go to buffers of i
 up in a fixed order afterwards, and the slab width depends on the shape alone: the bits of a result
 do not depend on the number of threads.
 
-Accuracy. The state is advanced by h += expm1(z) (h + b u / A) (zoh) or h += expm1(z) h + Delta b u
-(euler), z = Delta A: no rounding of exp(z) near 1 and no cancelling difference, so small steps and
-slow decays keep full relative accuracy. |A| is taken as at least 1e-12, where the difference from 0
-is beyond float32 for every Delta, so that b u / A needs no branch. The A gradient needs
+Accuracy. exp(z), z = Delta A, is kept as s (1 + p) with s a power of two: h decays to s (p h + h),
+which neither rounds a decay near 1 (an error that would be the same each step, and add up over the
+memory of the state) nor loses the digits of one near 0; so does its gradient on the way back. The
+input is weighed by expm1(z) / A = (s p + (s - 1)) / A, which does not cancel. |A| is taken as at
+least 1e-12, where the difference from 0 is beyond float32 for every Delta. The A gradient needs
 Delta^2 phi'(z), by a polynomial for |z| below ln(2)/2 and by the closed form above. softplus'(x)
 comes as -expm1(-softplus(x)), which is exact for small Delta and saves keeping x.
 """
@@ -39,6 +40,7 @@ cdef extern from "_vecmath.h" nogil:
     ctypedef const float *mf_in
     float MF_LOG2E
     float mf_abs(float)
+    void mf_exp2_parts(float, float *s, float *p)
     float mf_exp2m1(float)
     float mf_sigmoid(float)
     float mf_softplus(float)
@@ -210,17 +212,27 @@ cdef inline void store_state(float *dst, Py_ssize_t stride, const float *h, Py_s
             dst[j * stride + n] = h[n * W + j]
 
 
+cdef inline float advance(float s, float p, float h, float u, float b, float ia, bint zoh) noexcept nogil:
+    """h one step on, with exp(Delta A) = s (1 + p); `u` is Delta u for euler."""
+    if zoh:
+        return s * (p * h + h) + (s * p + (s - <float> 1.0)) * (u * b * ia)
+    return s * (p * h + h) + u * b
+
+
 cdef inline void advance_zoh(mf_in delta, mf_in u, mf_in a2, mf_in ia, float b, mf_out h) noexcept nogil:
     cdef Py_ssize_t j
+    cdef float s, p
     for j in range(W):
-        h[j] = mf_exp2m1(delta[j] * a2[j]) * (u[j] * b * ia[j] + h[j]) + h[j]
+        mf_exp2_parts(delta[j] * a2[j], &s, &p)
+        h[j] = advance(s, p, h[j], u[j], b, ia[j], True)
 
 
 cdef inline void advance_euler(mf_in delta, mf_in x, mf_in a2, float b, mf_out h) noexcept nogil:
-    """x is Delta u."""
     cdef Py_ssize_t j
+    cdef float s, p
     for j in range(W):
-        h[j] = (mf_exp2m1(delta[j] * a2[j]) * h[j] + x[j] * b) + h[j]
+        mf_exp2_parts(delta[j] * a2[j], &s, &p)
+        h[j] = advance(s, p, h[j], x[j], b, 0.0, False)
 
 
 cdef inline void add_scaled(mf_out y, mf_in h, float c) noexcept nogil:
@@ -340,55 +352,63 @@ cdef inline void gate_rows(mf_out y, mf_in z, Py_ssize_t steps) noexcept nogil:
 
 # ---- backward -----------------------------------------------------------------------------------
 
-cdef inline void keep_em1(mf_out em1, mf_in delta, mf_in a2) noexcept nogil:
+cdef inline void keep_zoh(mf_out after, mf_out scale, mf_out rest, mf_in before, mf_in delta, mf_in u, mf_in a2,
+                          mf_in ia, float b) noexcept nogil:
+    """`advance_zoh` that keeps the parts of exp(Delta A) and the states."""
     cdef Py_ssize_t j
+    cdef float s, p
     for j in range(W):
-        em1[j] = mf_exp2m1(delta[j] * a2[j])
+        mf_exp2_parts(delta[j] * a2[j], &s, &p)
+        scale[j] = s
+        rest[j] = p
+        after[j] = advance(s, p, before[j], u[j], b, ia[j], True)
 
 
-cdef inline void keep_zoh(mf_out after, mf_in before, mf_in em1, mf_in u, mf_in ia, float b) noexcept nogil:
+cdef inline void keep_euler(mf_out after, mf_out scale, mf_out rest, mf_in before, mf_in delta, mf_in x, mf_in a2,
+                            float b) noexcept nogil:
     cdef Py_ssize_t j
+    cdef float s, p
     for j in range(W):
-        after[j] = em1[j] * (u[j] * b * ia[j] + before[j]) + before[j]
+        mf_exp2_parts(delta[j] * a2[j], &s, &p)
+        scale[j] = s
+        rest[j] = p
+        after[j] = advance(s, p, before[j], x[j], b, 0.0, False)
 
 
-cdef inline void keep_euler(mf_out after, mf_in before, mf_in em1, mf_in x, float b) noexcept nogil:
-    cdef Py_ssize_t j
-    for j in range(W):
-        after[j] = (em1[j] * before[j] + x[j] * b) + before[j]
-
-
-cdef inline void back_zoh(mf_in delta, mf_in u, mf_in gy, mf_in em1, mf_in before, mf_in after, mf_in a, mf_in ia,
-                          float b, float c, mf_out carry, mf_out da, mf_out ddelta, mf_out du, mf_out lane_b,
-                          mf_out lane_c) noexcept nogil:
-    """One step of one state, backwards (SPEC 3), with g = em1 / A = Delta phi(z).
+cdef inline void back_zoh(mf_in delta, mf_in u, mf_in gy, mf_in scale, mf_in rest, mf_in before, mf_in after,
+                          mf_in a, mf_in ia, float b, float c, mf_out carry, mf_out da, mf_out ddelta, mf_out du,
+                          mf_out lane_b, mf_out lane_c) noexcept nogil:
+    """One step of one state, backwards (SPEC 3), with e = exp(z) and g = expm1(z) / A = Delta phi(z).
 
     dh = gy c + carry;  dC += gy h_t;  dB += dh u g;  du += dh b g
     dDelta += dh e (A h_{t-1} + u b);  dA += dh e h_{t-1} Delta + dh u b Delta^2 phi'(z);  carry = dh e
     """
     cdef Py_ssize_t block, j, i
-    cdef float dh, through, ub, dhg, z, near, far
+    cdef float dh, through, ub, dhg, z, near, far, s, p, em1
     for block in range(W // LANES):
         for j in range(LANES):
             i = block * LANES + j
+            s = scale[i]
+            p = rest[i]
+            em1 = s * p + (s - <float> 1.0)
             lane_c[j] += gy[i] * after[i]
             dh = gy[i] * c + carry[i]
-            through = dh * em1[i] + dh
+            through = s * (p * dh + dh)
             carry[i] = through
             ub = u[i] * b
             ddelta[i] += through * (before[i] * a[i] + ub)
-            dhg = dh * (em1[i] * ia[i])
+            dhg = dh * (em1 * ia[i])
             du[i] += dhg * b
             lane_b[j] += dhg * u[i]
             z = delta[i] * a[i]
             near = mf_phi_prime_near_zero(z) * (delta[i] * delta[i])
-            far = (z * em1[i] + z - em1[i]) * (ia[i] * ia[i])
+            far = (z * (s * p + s) - em1) * (ia[i] * ia[i])
             da[i] += through * before[i] * delta[i] + dh * ub * (near if mf_abs(z) < SERIES_BELOW else far)
 
 
-cdef inline void back_euler(mf_in delta, mf_in x, mf_in gy, mf_in em1, mf_in before, mf_in after, mf_in a,
-                            float b, float c, mf_out carry, mf_out da, mf_out ddelta, mf_out dx, mf_out lane_b,
-                            mf_out lane_c) noexcept nogil:
+cdef inline void back_euler(mf_in delta, mf_in x, mf_in gy, mf_in scale, mf_in rest, mf_in before, mf_in after,
+                            mf_in a, float b, float c, mf_out carry, mf_out da, mf_out ddelta, mf_out dx,
+                            mf_out lane_b, mf_out lane_c) noexcept nogil:
     """One step of one state, backwards; x = Delta u and dx its gradient.
 
     dh = gy c + carry;  dC += gy h_t;  dB += dh x;  dx += dh b
@@ -401,7 +421,7 @@ cdef inline void back_euler(mf_in delta, mf_in x, mf_in gy, mf_in em1, mf_in bef
             i = block * LANES + j
             lane_c[j] += gy[i] * after[i]
             dh = gy[i] * c + carry[i]
-            through = dh * em1[i] + dh
+            through = scale[i] * (rest[i] * dh + dh)
             carry[i] = through
             kept = through * before[i]
             ddelta[i] += kept * a[i]
@@ -468,7 +488,7 @@ cdef inline void delta_backward(mf_out ddelta, mf_out dbias, mf_in delta, Py_ssi
 
 
 cdef Py_ssize_t backward_scratch(Py_ssize_t slab, Py_ssize_t N) noexcept nogil:
-    return 5 * slab * N + 4 * slab + 9 * T * W + (2 * T + 1) * W + 3 * W + 2 * N * T * LANES
+    return 5 * slab * N + 4 * slab + 12 * T * W + 4 * W + 2 * N * T * LANES
 
 
 cdef void backward_task(void *context, Py_ssize_t task, int worker) noexcept nogil:
@@ -499,11 +519,11 @@ cdef void backward_task(void *context, Py_ssize_t task, int worker) noexcept nog
     cdef float *ddelta = dz + T * W
     cdef float *du = ddelta + T * W
     cdef float *dx = du + T * W
-    cdef float *em1 = dx + T * W
-    cdef float *states = em1 + T * W            # states[t] is h after t steps of the chunk
+    cdef float *scale = dx + T * W              # exp(Delta A) = scale (1 + rest)
+    cdef float *rest = scale + T * W
+    cdef float *states = rest + T * W           # states[t] is h after t steps of the chunk
     cdef float *zeros = states + (T + 1) * W
-    cdef float *first_state = zeros + W
-    cdef float *da_chunk = first_state + W
+    cdef float *da_chunk = zeros + W
     cdef float *lane_b = da_chunk + W           # [N][T][LANES]
     cdef float *lane_c = lane_b + N * T * LANES
     cdef float *part_b = job.part_db + (slab_index * job.B + batch) * job.L * N
@@ -550,8 +570,8 @@ cdef void backward_task(void *context, Py_ssize_t task, int worker) noexcept nog
                 multiply_rows(x, delta, steps)
             if job.z != NULL:
                 load_rows(y, job.dy + batch * job.dy_b + t0 * job.dy_t + first, job.dy_t, steps, width)
-                load_rows(em1, job.z + batch * job.z_b + t0 * job.z_t + first, job.z_t, steps, width)
-                gate_backward(gy, dz, y, em1, steps)
+                load_rows(rest, job.z + batch * job.z_b + t0 * job.z_t + first, job.z_t, steps, width)
+                gate_backward(gy, dz, y, rest, steps)
                 skip_rows(y, u, skip + k * W, steps)
             else:
                 load_rows(gy, job.dy + batch * job.dy_b + t0 * job.dy_t + first, job.dy_t, steps, width)
@@ -562,13 +582,14 @@ cdef void backward_task(void *context, Py_ssize_t task, int worker) noexcept nog
             for n in range(N):
                 load_vector(states, kept + n * E, width)
                 for t in range(steps):
-                    keep_em1(em1 + t * W, delta + t * W, a2 + (k * N + n) * W)
                     before = zeros if start != NULL and start[t] else states + t * W
                     b = job.b[batch * job.b_b + (t0 + t) * job.b_t + n]
                     if job.zoh:
-                        keep_zoh(states + (t + 1) * W, before, em1 + t * W, x + t * W, ia + (k * N + n) * W, b)
+                        keep_zoh(states + (t + 1) * W, scale + t * W, rest + t * W, before, delta + t * W,
+                                 x + t * W, a2 + (k * N + n) * W, ia + (k * N + n) * W, b)
                     else:
-                        keep_euler(states + (t + 1) * W, before, em1 + t * W, x + t * W, b)
+                        keep_euler(states + (t + 1) * W, scale + t * W, rest + t * W, before, delta + t * W,
+                                   x + t * W, a2 + (k * N + n) * W, b)
                     if job.z != NULL:
                         add_scaled(y + t * W, states + (t + 1) * W, job.c[batch * job.c_b + (t0 + t) * job.c_t + n])
                 memset(da_chunk, 0, W * sizeof(float))
@@ -577,12 +598,12 @@ cdef void backward_task(void *context, Py_ssize_t task, int worker) noexcept nog
                     b = job.b[batch * job.b_b + (t0 + t) * job.b_t + n]
                     c = job.c[batch * job.c_b + (t0 + t) * job.c_t + n]
                     if job.zoh:
-                        back_zoh(delta + t * W, x + t * W, gy + t * W, em1 + t * W, before, states + (t + 1) * W,
-                                 a1 + (k * N + n) * W, ia + (k * N + n) * W, b, c, carry + (k * N + n) * W, da_chunk,
+                        back_zoh(delta + t * W, x + t * W, gy + t * W, scale + t * W, rest + t * W, before,
+                                 states + (t + 1) * W, a1 + (k * N + n) * W, ia + (k * N + n) * W, b, c, carry + (k * N + n) * W, da_chunk,
                                  ddelta + t * W, du + t * W, lane_b + (n * T + t) * LANES, lane_c + (n * T + t) * LANES)
                     else:
-                        back_euler(delta + t * W, x + t * W, gy + t * W, em1 + t * W, before, states + (t + 1) * W,
-                                   a1 + (k * N + n) * W, b, c, carry + (k * N + n) * W, da_chunk,
+                        back_euler(delta + t * W, x + t * W, gy + t * W, scale + t * W, rest + t * W, before,
+                                   states + (t + 1) * W, a1 + (k * N + n) * W, b, c, carry + (k * N + n) * W, da_chunk,
                                    ddelta + t * W, dx + t * W, lane_b + (n * T + t) * LANES,
                                    lane_c + (n * T + t) * LANES)
                     if start != NULL and start[t]:
@@ -702,13 +723,11 @@ cdef void step_task(void *context, Py_ssize_t task, int worker) noexcept nogil:
 
 
 cdef inline float step_state(float a, float b, float h, float delta, float u, bint zoh) noexcept nogil:
-    cdef float em1
+    cdef float s, p
     if mf_abs(a) < SMALLEST_A:
         a = SMALLEST_A if a > 0 else -SMALLEST_A
-    em1 = mf_exp2m1(delta * (a * MF_LOG2E))
-    if zoh:
-        return em1 * (u * b * (<float> 1.0 / a) + h) + h
-    return (em1 * h + delta * u * b) + h
+    mf_exp2_parts(delta * (a * MF_LOG2E), &s, &p)
+    return advance(s, p, h, u if zoh else delta * u, b, <float> 1.0 / a, zoh)
 
 
 cdef inline void step_lanes(mf_in a, mf_in b, mf_in c, mf_out h, mf_out lanes, float delta, float u,

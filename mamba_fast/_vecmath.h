@@ -69,10 +69,12 @@ MF_INLINE float mf_exp(float x) {
     return x > 88.7228394f ? mf_from_bits(0x7f800000) : p;
 }
 
-/* 2^t - 1 without cancellation near 0; t is taken as -126 below that and as 127.4 above. NaN for NaN.
- * Error below 1.8 ulp for t <= 0, 2.5 above. `t` is a product with log2(e) in the scan, which saves the
- * two-part reduction. */
-MF_INLINE float mf_exp2m1(float t) {
+/* 2^t = s (1 + p) with s a power of two and |p| < 0.42; t is taken as -126 below that and as 127.4
+ * above. NaN for NaN. `t` is a product with log2(e) in the scan, which saves a two-part reduction.
+ *
+ * The parts serve better than 2^t itself. h decays to s (p h + h): exact scaling of a sum that does
+ * not cancel, so that a decay near 1 keeps its distance from 1 and one near 0 its own digits. */
+MF_INLINE void mf_exp2_parts(float t, float *s, float *p) {
     float y = t < -126.0f ? -126.0f : t;
     y = y > 127.4f ? 127.4f : y;
     float shifted = y + MF_ROUND;
@@ -83,8 +85,15 @@ MF_INLINE float mf_exp2m1(float t) {
     q = q * f + 5.550367385e-02f;
     q = q * f + 2.402264923e-01f;
     q = q * f + 6.931471825e-01f;
-    float s = mf_from_bits((int32_t)((uint32_t)mf_to_bits(shifted) << 23) + 0x3f800000); /* 2^k */
-    return s * (q * f) + (s - 1.0f);
+    *p = q * f;
+    *s = mf_from_bits((int32_t)((uint32_t)mf_to_bits(shifted) << 23) + 0x3f800000);
+}
+
+/* 2^t - 1 without cancellation near 0, same range. Error below 1.8 ulp for t <= 0, 2.5 above. */
+MF_INLINE float mf_exp2m1(float t) {
+    float s, p;
+    mf_exp2_parts(t, &s, &p);
+    return s * p + (s - 1.0f);
 }
 
 /* log(1 + w) for 0 <= w <= 1; NaN for NaN. Error below 1.7 ulp. */
