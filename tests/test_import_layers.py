@@ -24,7 +24,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 CONTRACT = {"backend", "checks", "config"}
 TENSORS = {"params", "layers", "mamba1", "lm", "state", "optim"}
 HOST = {"init", "inputs", "data", "tokenizer", "checkpoint", "metrics", "plot"}
-USE = {"model", "functional", "train", "generate", "evaluate"}
+USE = {"model", "functional", "train", "training_state", "generate", "evaluate"}
 TOP = {"cli", "_cli", "__init__", "__main__", "environment"}
 
 ALLOWED: dict[str, set[str]] = {

@@ -1,0 +1,536 @@
+"""Training: from data and a configuration to a trained, saved model.
+
+`train` puts the parts together and `_Run` is the loop. A step reads its windows, adds up gradients
+over its micro-batches, and applies them; nothing waits for the device except every `log_every` steps,
+at a validation and at a checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from mamba_fast.backend import Tensor
+from mamba_fast.checkpoint import write_model
+from mamba_fast.config import TrainConfig
+from mamba_fast.data import IGNORED, TokenData, TokenizerNeededError, Windows, evenly, load_data, shuffled
+from mamba_fast.metrics import MetricsLog
+from mamba_fast.model import MambaLM
+from mamba_fast.optim import AdamW, OptimizerStats, schedule
+from mamba_fast.plot import can_plot, plot_losses
+from mamba_fast.tokenizer import ByteTokenizer, Tokenizer, check_vocabulary
+from mamba_fast.training_state import (
+    TrainerState,
+    check_fresh,
+    find_checkpoint,
+    load_checkpoint,
+    run_folder,
+    save_checkpoint,
+)
+
+__all__ = ["LOG_FILE", "PICTURE_FILE", "TrainResult", "TrainingDivergedError", "train"]
+
+LOG_FILE = "log.jsonl"
+PICTURE_FILE = "loss.png"
+
+# Steps skipped in a row after which a run is given up. The weights do not move while steps are
+# skipped, so by then nearly every batch gives gradients that are not finite.
+_SKIPPED_LIMIT = 100
+
+# Losses kept on the device before they are read back, if no line of the log is due before.
+_LOSS_SLOTS = 64
+
+_log = logging.getLogger("mamba_fast")
+
+
+class TrainingDivergedError(RuntimeError):
+    """Gradients stay not finite: training cannot go on."""
+
+
+@dataclass
+class TrainResult:
+    """What a call of `train` did."""
+
+    steps: int
+    """Optimizer steps of the whole run, those before a resume included."""
+    losses: list[float] = field(default_factory=list)
+    """Mean training loss of each step of this call, in nats per token; NaN where it was not finite."""
+    validation: list[tuple[int, float]] = field(default_factory=list)
+    """(step, mean loss) of each validation of this call."""
+    skipped: int = 0
+    """Steps of the whole run that changed nothing, because a gradient was not finite."""
+    tokens: int = 0
+    """Predicted positions of the whole run."""
+    seconds: float = 0.0
+    """Duration of this call's loop."""
+    out: Path | None = None
+    """Where the model was saved."""
+
+    @property
+    def validation_loss(self) -> float | None:
+        """The last validation's loss, or None."""
+        return self.validation[-1][1] if self.validation else None
+
+
+def train(
+    model: MambaLM,
+    data: Any,
+    config: TrainConfig | None = None,
+    *,
+    out: str | os.PathLike[str] | None = None,
+    resume: bool | str | os.PathLike[str] | None = None,
+    tokenizer: Tokenizer | None = None,
+    validation: Any = None,
+    progress: bool = True,
+) -> TrainResult:
+    """Train a model in place (SPEC 5) and save it.
+
+    Parameters
+    ----------
+    model : MambaLM
+        its weights are changed
+    data, validation
+        anything `mamba_fast.data.load_data` takes: a text file, a folder, a `.jsonl` file, a list of
+        paths, a token file, an array of ids, or a `TokenData`. Without `validation`, the part
+        `config.validation_fraction` of the data is held out.
+    config : TrainConfig
+    out
+        folder for the finished model (`config.json`, `model.safetensors`, the tokenizer), the log
+        (`log.jsonl`), the loss curve (`loss.png`, if matplotlib is installed) and `checkpoints/`.
+        None saves nothing.
+    resume
+        True goes on from the newest checkpoint in `out`; a path from that checkpoint, or from that
+        run's newest. The run continues bit for bit as if it had never stopped, given the same
+        configuration (`steps` or `epochs` may grow; a cosine follows the new total) and the same data.
+    tokenizer
+        of the data, saved with the model. Text without one is read as bytes (`ByteTokenizer`).
+    progress
+        show a bar with loss, tokens/s and the time left, on stderr
+
+    Returns
+    -------
+    TrainResult
+
+    Raises
+    ------
+    ValueError
+        the data is shorter than one window or does not fit the model's vocabulary; what `load_data`
+        raises; the checkpoint belongs to another model, configuration or data
+    FileExistsError
+        `out` holds another run already
+    FileNotFoundError
+        there is no data or nothing to resume
+    KeyboardInterrupt
+        Ctrl-C: the step was finished and a checkpoint written; the message says where. A second
+        Ctrl-C stops at once. (In the main thread only; elsewhere Python does not deliver it.)
+    TrainingDivergedError
+        the gradients of 100 steps in a row were not finite
+    OSError
+        a checkpoint could not be written; those before it are untouched
+    """
+    config = TrainConfig() if config is None else config
+    if not isinstance(config, TrainConfig):
+        raise TypeError(f"config must be a TrainConfig, got {type(config).__name__}")
+    checkpoint = None if resume is None or resume is False else find_checkpoint(resume, _path(out))
+    folder = _path(out) if out is not None or checkpoint is None else run_folder(checkpoint)
+    goes_on = checkpoint is not None and folder is not None and run_folder(checkpoint) == folder.resolve()
+    if folder is not None and not goes_on:
+        check_fresh(folder, 0)
+
+    tokens, tokenizer = _load(data, tokenizer, progress)
+    if tokenizer is not None:
+        check_vocabulary(tokenizer, model.config.vocab_size)
+    if validation is None:
+        training, held_out = tokens.split(config.validation_fraction, config.seed)
+    else:
+        training, (held_out, _) = tokens, _load(validation, tokenizer, progress)
+    _check_length(training, config, tokens)
+
+    before = set(model.store.trainable)
+    if config.wsla:
+        model.store.trainable = {n for n in model.store.names if n.endswith((".wXProj", ".bXProj"))}
+    try:
+        run = _Run(model, training, held_out, config, folder, tokenizer)
+        if checkpoint is not None:
+            run.resume(checkpoint)
+        if folder is not None and goes_on:
+            check_fresh(folder, run.state.step)
+        return run.run(progress, resumed_step=run.state.step if goes_on else None)
+    finally:
+        model.store.trainable = before
+
+
+def _path(out: str | os.PathLike[str] | None) -> Path | None:
+    return None if out is None else Path(out)
+
+
+def _load(source: Any, tokenizer: Tokenizer | None, progress: bool) -> tuple[TokenData, Tokenizer | None]:
+    """The data, and the tokenizer that made it."""
+    try:
+        return load_data(source, tokenizer, progress=progress), tokenizer
+    except TokenizerNeededError:
+        tokenizer = ByteTokenizer()
+        return load_data(source, tokenizer, progress=progress), tokenizer
+
+
+def _check_length(training: TokenData, config: TrainConfig, tokens: TokenData) -> None:
+    pairs = max(0, len(training) - 1)
+    if pairs < config.seq_len:
+        held = len(tokens) - len(training)
+        after = f" (after holding out {held} for validation)" if held else ""
+        raise ValueError(
+            f"the training data has {pairs} tokens to predict{after}, fewer than one window of "
+            f"seq_len={config.seq_len}: give more data or a smaller seq_len (--seq-len)"
+        )
+
+
+class _Run:
+    """One run: what it works on, and where it stands."""
+
+    def __init__(
+        self,
+        model: MambaLM,
+        training: TokenData,
+        held_out: TokenData | None,
+        config: TrainConfig,
+        out: Path | None,
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        vocab_size = model.config.vocab_size
+        self.model = model
+        self.config = config
+        self.out = out
+        self.tokenizer = tokenizer
+        self.windows = Windows(training, config.seq_len, config.packed, vocab_size=vocab_size)
+        self.validation = None
+        if held_out is not None:
+            self.validation = Windows(held_out, config.seq_len, config.packed, vocab_size=vocab_size)
+        self.optimizer = AdamW(
+            model.backend,
+            model.store,
+            beta1=config.beta1,
+            beta2=config.beta2,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            max_grad_norm=config.max_grad_norm,
+            max_delta=config.trust_region,
+        )
+        self.state = TrainerState()
+        self.result = TrainResult(steps=0, out=out)
+        self.windows_per_step = config.batch_size * config.grad_accumulation
+        self.steps_per_epoch = math.ceil(len(self.windows) / self.windows_per_step)
+        self.total = config.steps or math.ceil(config.epochs * self.steps_per_epoch)
+        self._order: tuple[int, np.ndarray] | None = None
+        self._slots = model.backend.zeros((_LOSS_SLOTS,))
+        self._pending: list[int] = []  # predicted positions of the steps whose losses are in the slots
+
+    def resume(self, checkpoint: Path) -> None:
+        self.state = load_checkpoint(checkpoint, self.model, self.optimizer, self.config, self.windows.data)
+        if self.state.step > self.total:
+            raise ValueError(
+                f"{checkpoint} is at step {self.state.step}, beyond the {self.total} steps asked for: "
+                f"ask for more steps or epochs"
+            )
+
+    def run(self, progress: bool, *, resumed_step: int | None) -> TrainResult:
+        """Take all steps and save; `resumed_step` is where the log in `out` is taken up, if it is."""
+        started = time.perf_counter()
+        with _open_log(self.out, resumed_step) as log, _ctrl_c() as stop:
+            with tqdm(
+                total=self.total, initial=self.state.step, desc="train", unit="step", disable=not progress
+            ) as bar:
+                self._loop(log, stop, bar)
+            if stop.requested:
+                self._stop(log)
+            self._finish(log, stop)
+        self.result.seconds = time.perf_counter() - started
+        return self.result
+
+    # ---- the loop -----------------------------------------------------------------------------
+
+    def _loop(self, log: _Log, stop: _Stop, bar: tqdm) -> None:
+        state, config = self.state, self.config
+        clock = _Clock(state.tokens)
+        while state.step < self.total and not stop.requested:
+            step = state.step + 1
+            lr = schedule(config, step, self.total)
+            self._step(step, lr)
+            state.step = step
+            bar.update()
+            last = step == self.total
+            regular = step == 1 or _due(step, config.log_every)
+            if regular or last or len(self._pending) == _LOSS_SLOTS:
+                stats = self._read_back(log)
+                speed = clock.tokens_per_second(state.tokens)
+                loss = _mean(state.interval)
+                bar.set_postfix_str(f"loss {loss:.4f}, {speed:,.0f} tokens/s")
+                if regular or last:
+                    self._log_training(log, loss, lr, stats, speed)
+                if regular:
+                    state.interval.clear()
+                self._give_up_if_diverged()
+            if last:
+                break  # what is due at the end is `_finish`'s
+            if _due(step, config.eval_every):
+                self._validate(log, stop)
+            if self.out is not None and _due(step, config.checkpoint_every):
+                self._save_checkpoint(log)
+
+    def _step(self, step: int, lr: float) -> None:
+        """One optimizer step: gradients of the mean loss over all micro-batches' predicted positions."""
+        model, config = self.model, self.config
+        indices = self._windows_of(step)
+        batches = [
+            self.windows.batch(indices[i : i + config.batch_size])
+            for i in range(0, len(indices), config.batch_size)
+        ]
+        counts = [int(np.count_nonzero(targets != IGNORED)) for _, targets, _ in batches]
+        predicted = sum(counts)
+        total: Tensor | None = None
+        if predicted:
+            model.store.grads.zero()
+            for (ids, targets, seq_start), count in zip(batches, counts, strict=True):
+                if count == 0:
+                    continue
+                loss = model.accumulate_gradients(
+                    ids,
+                    targets,
+                    scale=1.0 / predicted,
+                    seq_start=seq_start,
+                    activation_checkpointing=config.activation_checkpointing,
+                )
+                if total is None:
+                    total = loss
+                else:
+                    model.backend.add_(total, loss)
+            self.optimizer.step(lr)
+        slot = model.backend.view(self._slots, 0, len(self._pending), len(self._pending) + 1)
+        if total is None:
+            model.backend.fill_(slot, 0.0)
+        else:
+            model.backend.copy_(slot, total)
+        self._pending.append(predicted)
+        self.state.tokens += predicted
+
+    def _windows_of(self, step: int) -> np.ndarray:
+        """The windows of a step. An epoch's last step takes what is left, so that epochs do not mix."""
+        epoch, position = divmod(step - 1, self.steps_per_epoch)
+        if self._order is None or self._order[0] != epoch:
+            count = len(self.windows)
+            order = shuffled(count, self.config.seed, epoch) if self.config.shuffle else np.arange(count)
+            self._order = epoch, order
+        start = position * self.windows_per_step
+        return self._order[1][start : start + self.windows_per_step]
+
+    # ---- looking at it --------------------------------------------------------------------------
+
+    def _read_back(self, log: _Log) -> OptimizerStats:
+        """Losses and counters since the last time. Waits for the device."""
+        state = self.state
+        sums = self.model.backend.to_host(self._slots)[: len(self._pending)].tolist()
+        losses = [
+            total / count if count else math.nan for total, count in zip(sums, self._pending, strict=True)
+        ]
+        state.interval += [
+            (loss if math.isfinite(loss) else math.nan, count)
+            for loss, count in zip(losses, self._pending, strict=True)
+        ]
+        self.result.losses += [loss if math.isfinite(loss) else math.nan for loss in losses]
+        self._pending.clear()
+        stats = self.optimizer.stats()
+        newly, looked_at = stats.skipped - state.skipped, state.step - state.seen
+        state.skipped_in_a_row = state.skipped_in_a_row + newly if newly == looked_at else 0
+        state.skipped, state.seen = stats.skipped, state.step
+        if newly:
+            message = (
+                f"{newly} of the last {looked_at} steps up to step {state.step} skipped: "
+                f"their gradients were not finite; {stats.skipped} in all"
+            )
+            _log.warning(message)
+            log.write("warning", state.step, message=message, skipped=stats.skipped)
+        return stats
+
+    def _log_training(self, log: _Log, loss: float, lr: float, stats: OptimizerStats, speed: float) -> None:
+        state = self.state
+        log.write(
+            "train",
+            state.step,
+            loss=loss,
+            lr=lr,
+            grad_norm=stats.grad_norm,
+            clip=stats.clip,
+            skipped=stats.skipped,
+            clamped=stats.clamped,
+            epoch=state.step / self.steps_per_epoch,
+            tokens=state.tokens,
+            tokens_per_second=round(speed, 1),
+        )
+
+    def _give_up_if_diverged(self) -> None:
+        if self.state.skipped_in_a_row >= _SKIPPED_LIMIT:
+            raise TrainingDivergedError(
+                f"the gradients of the last {self.state.skipped_in_a_row} steps were not finite, up to step "
+                f"{self.state.step}: start again from an earlier checkpoint with a smaller lr "
+                f"(now {self.config.lr:g}) or max_grad_norm"
+            )
+
+    def _validate(self, log: _Log, stop: _Stop) -> None:
+        """Mean loss over windows spread evenly over the held-out data."""
+        if self.validation is None:
+            return
+        chosen = evenly(len(self.validation), self.config.eval_windows)
+        total, count = 0.0, 0
+        for i in range(0, len(chosen), self.config.batch_size):
+            if stop.requested:
+                return
+            ids, targets, seq_start = self.validation.batch(chosen[i : i + self.config.batch_size])
+            if (targets != IGNORED).any():
+                part, predicted = self.model.loss_sum(ids, targets, seq_start=seq_start)
+                total, count = total + part, count + predicted
+        if count:
+            loss = total / count
+            self.state.validated = self.state.step, loss
+            self.result.validation.append((self.state.step, loss))
+            log.write("validation", self.state.step, validation_loss=loss, tokens=count)
+
+    # ---- saving ---------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, log: _Log) -> Path:
+        assert self.out is not None
+        if self._pending:
+            self._read_back(log)
+        return save_checkpoint(
+            self.out,
+            self.model,
+            self.optimizer,
+            self.state,
+            self.config,
+            self.windows.data,
+            steps_per_epoch=self.steps_per_epoch,
+            tokenizer=self.tokenizer,
+        )
+
+    def _stop(self, log: _Log) -> None:
+        done = f"stopped after step {self.state.step} of {self.total}"
+        if self.out is None:
+            raise KeyboardInterrupt(f"{done}; nothing was saved, because no out folder was given")
+        path = self._save_checkpoint(log)
+        raise KeyboardInterrupt(f"{done}; checkpoint {path}: resume to go on")
+
+    def _finish(self, log: _Log, stop: _Stop) -> None:
+        """The last validation, the last checkpoint and the finished model."""
+        state, result = self.state, self.result
+        if state.validated is None or state.validated[0] != state.step:
+            self._validate(log, stop)
+            if stop.requested:
+                self._stop(log)
+        if not result.validation and state.validated is not None:
+            result.validation.append(state.validated)  # of a run that was finished already
+        result.steps, result.skipped, result.tokens = state.step, state.skipped, state.tokens
+        if self.out is None:
+            return
+        self._save_checkpoint(log)
+        write_model(self.out, self.model.config, self.model.parameters())
+        if self.tokenizer is not None:
+            self.tokenizer.save(self.out)
+        if can_plot():
+            try:
+                plot_losses(self.out / LOG_FILE, self.out / PICTURE_FILE)
+            except (ImportError, OSError, ValueError) as error:  # no reason to lose a finished training
+                _log.warning("the loss curve was not drawn: %s", error)
+
+
+# ---- small parts --------------------------------------------------------------------------------
+
+
+class _NoLog:
+    """Takes a log's records where there is no folder to write them to."""
+
+    def write(self, event: str, step: int, **values: Any) -> None:
+        """Do nothing."""
+
+
+_Log = MetricsLog | _NoLog
+
+
+@contextmanager
+def _open_log(out: Path | None, resumed_step: int | None) -> Iterator[_Log]:
+    if out is None:
+        yield _NoLog()
+    else:
+        out.mkdir(parents=True, exist_ok=True)
+        with MetricsLog(out / LOG_FILE, resumed_step=resumed_step) as log:
+            yield log
+
+
+@dataclass
+class _Stop:
+    """Whether Ctrl-C was pressed."""
+
+    requested: bool = False
+
+
+@contextmanager
+def _ctrl_c() -> Iterator[_Stop]:
+    """Makes the first Ctrl-C a request to stop after the step; a second one acts at once.
+
+    Only in the main thread, where Python delivers signals, and not where Ctrl-C is ignored (a
+    background job). The handler that was there before is put back.
+    """
+    stop = _Stop()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    previous = signal.getsignal(signal.SIGINT)
+    if previous in (None, signal.SIG_IGN):
+        yield stop
+        return
+
+    def handler(number: int, frame: Any) -> None:
+        if stop.requested:
+            signal.default_int_handler(number, frame)
+        stop.requested = True
+        with suppress(OSError):  # straight to the descriptor: the stream may be in the middle of a write
+            os.write(2, b"\nstopping after this step; press Ctrl-C again to stop at once\n")
+
+    signal.signal(signal.SIGINT, handler)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+class _Clock:
+    """Speed between two looks at it."""
+
+    def __init__(self, tokens: int) -> None:
+        self._time, self._tokens = time.perf_counter(), tokens
+
+    def tokens_per_second(self, tokens: int) -> float:
+        now = time.perf_counter()
+        speed = (tokens - self._tokens) / max(now - self._time, 1e-9)
+        self._time, self._tokens = now, tokens
+        return speed
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _mean(interval: list[tuple[float, int]]) -> float:
+    """Mean loss over the predicted positions of the steps whose loss is finite; NaN if none is."""
+    finite = [(loss, count) for loss, count in interval if math.isfinite(loss)]
+    count = sum(count for _, count in finite)
+    return sum(loss * count for loss, count in finite) / count if count else math.nan
