@@ -1,0 +1,581 @@
+"""The CPU backend: typed Cython kernels, and numpy's BLAS for matrix products.
+
+Tensors are numpy arrays (`_cython_tensors`; `_cython_memory` has the memory ops), so moving to and from
+the host is at most a copy. Every op checks its arguments, allocates its results and calls one kernel.
+Kernels run on the pool of `mamba_fast._threads`; what is smaller than `SERIAL_BELOW` elementary operations
+runs on the calling thread. The results of the kernels have the same bits for any number of threads; matrix
+products are the library's.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from mamba_fast import checks
+from mamba_fast.backend import BackendUnavailableError, ScanGradients, Tensor
+from mamba_fast.backends._cython_memory import ArrayMemory
+from mamba_fast.backends._cython_saved import (
+    ConvSaved,
+    DecaySaved,
+    EmbeddingSaved,
+    LinearSaved,
+    NormSaved,
+    ScanSaved,
+    read_saved,
+)
+from mamba_fast.backends._cython_tensors import apart, elements, f32, i32, rows
+
+__all__ = ["SERIAL_BELOW", "CythonBackend", "create_backend"]
+
+SERIAL_BELOW = 1 << 15
+"""Fewest elementary operations (elements, times taps or states where an op has them) for which waking
+another thread costs less than it saves: about ten microseconds of work."""
+
+_KERNELS = ("_threads", "_scan", "_conv1d", "_pointwise", "_optim")
+
+
+def create_backend(*, threads: int | None = None) -> CythonBackend:
+    """The CPU backend.
+
+    Parameters
+    ----------
+    threads
+        How many threads the kernels use. None: the environment variable OMP_NUM_THREADS where it is a
+        positive integer, else the number of CPUs that this process may use. (Matrix products follow
+        the BLAS library's own settings.)
+
+    Raises
+    ------
+    ValueError
+        threads is not a positive integer
+    BackendUnavailableError
+        a compiled module is missing or does not fit this Python
+    """
+    if threads is not None and (
+        isinstance(threads, bool) or not isinstance(threads, int | np.integer) or threads < 1
+    ):
+        raise ValueError(f"threads must be a positive integer or None, got {threads!r}")
+    kernels = {name: _kernel(name) for name in _KERNELS}
+    if threads is None:
+        threads = _threads_from_environment() or kernels["_threads"].available_cpus()
+    return CythonBackend(kernels, int(threads))
+
+
+def _kernel(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(f"mamba_fast.{name}")
+    except ImportError as error:
+        raise BackendUnavailableError(
+            f"the compiled module mamba_fast.{name} cannot be imported ({error}); reinstall mamba-fast for "
+            "this Python, or in a checkout run: python setup.py build_ext --inplace"
+        ) from error
+
+
+def _threads_from_environment() -> int | None:
+    value = os.environ.get("OMP_NUM_THREADS", "").strip()
+    return int(value) if value.isascii() and value.isdigit() and int(value) > 0 else None
+
+
+def _blas_name() -> str:
+    """The library behind numpy's matrix products, as numpy reports it."""
+    try:
+        config: Any = np.show_config(mode="dicts")
+        name = str(config["Build Dependencies"]["blas"]["name"])
+    except (KeyError, TypeError):
+        return "unknown BLAS"
+    return "OpenBLAS" if "openblas" in name.lower() else name
+
+
+def _check_lengths(op: str, lengths: Any, length: int) -> None:
+    """The kernels read and write by these, so they are checked here."""
+    i32(op, lengths=lengths)
+    if lengths is not None and (lengths.min() < 1 or lengths.max() > length):
+        i = int(np.argmax((lengths < 1) | (lengths > length)))
+        raise ValueError(f"{op}: lengths[{i}] is {lengths[i]}, expected 1 to {length}")
+
+
+def _check_ids(op: str, name: str, ids: np.ndarray, stop: int) -> None:
+    if ids.min() < 0 or ids.max() >= stop:
+        wrong = ids[(ids < 0) | (ids >= stop)].flat[0]
+        raise ValueError(f"{op}: {name} {wrong} is outside 0 to {stop - 1}")
+
+
+def _product(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+    """a @ b. Transposed and column views go to BLAS as they are; NaN and infinity are no warnings."""
+    with np.errstate(all="ignore"):
+        return np.matmul(a, b, out=out)
+
+
+class CythonBackend(ArrayMemory):
+    """See the module's docstring; the ops are described in `mamba_fast.backend`."""
+
+    name = "cython"
+
+    def __init__(self, kernels: dict[str, ModuleType], threads: int) -> None:
+        self.threads = threads
+        """Threads that the kernels use for work that is large enough."""
+        self._scan = kernels["_scan"]
+        self._conv1d = kernels["_conv1d"]
+        self._pointwise = kernels["_pointwise"]
+        self._optim = kernels["_optim"]
+
+    def describe(self) -> str:
+        plural = "s" if self.threads > 1 else ""
+        numpy = ".".join(np.__version__.split(".")[:2])
+        return f"cython: {self.threads} thread{plural}, baseline, numpy {numpy} ({_blas_name()})"
+
+    def _workers(self, work: int) -> int:
+        return self.threads if work >= SERIAL_BELOW else 1
+
+    # ---- elementwise and sums -----------------------------------------------------------------
+
+    def add(self, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+        checks.same_shape("add", a, b, out)
+        f32("add", a=a, b=b, out=out)
+        if out is None:
+            out = np.empty(a.shape, np.float32)
+        else:
+            apart("add", {"out": out}, {"a": a, "b": b})
+        self._pointwise.add(*elements(out, a, b), self._workers(a.size))
+        return out
+
+    def add_(self, dst: Tensor, src: Tensor) -> None:
+        checks.same_shape("add_", dst, src)
+        f32("add_", dst=dst, src=src)
+        apart("add_", {"dst": dst}, {"src": src})
+        dst2, src2 = elements(dst, src)
+        self._pointwise.accumulate(dst2, src2, 1.0, self._workers(dst.size))
+
+    def sum(self, x: Tensor) -> Tensor:
+        f32("sum", x=x)
+        total = np.empty(1, np.float32)
+        self._pointwise.store(self._pointwise.sum_all(*elements(x), False, self._workers(x.size)), total)
+        return total
+
+    def decay(self, a_log: Tensor, *, grad: bool = True) -> tuple[Tensor, Any]:
+        checks.decay(a_log)
+        f32("decay", a_log=a_log)
+        a = np.empty(a_log.shape, np.float32)
+        self._pointwise.decay(*elements(a_log, a))
+        return a, DecaySaved(a_log, a) if grad else None
+
+    def decay_backward(self, d_a: Tensor, saved: Any, *, d_a_log: Tensor) -> None:
+        op = "decay_backward"
+        a_log, a = read_saved(op, saved, DecaySaved)
+        checks.same_shape(op, a_log, d_a, d_a_log)
+        f32(op, d_a=d_a, d_a_log=d_a_log)
+        apart(op, {"d_a_log": d_a_log}, {"d_a": d_a, "a_log": a_log, "a": a})
+        self._pointwise.decay_backward(*elements(d_a, a, a_log, d_a_log))
+
+    # ---- embedding, matrix products, normalisation --------------------------------------------
+
+    def embedding(self, ids: Tensor, table: Tensor, *, grad: bool = True) -> tuple[Tensor, Any]:
+        checks.embedding(ids, table)
+        i32("embedding", ids=ids)
+        f32("embedding", table=table)
+        _check_ids("embedding", "id", ids, table.shape[0])
+        y = np.empty((*ids.shape, table.shape[1]), np.float32)
+        self._pointwise.gather(ids.reshape(-1), table, rows(y), self._workers(y.size))
+        return y, EmbeddingSaved(ids) if grad else None
+
+    def embedding_backward(self, dy: Tensor, saved: Any, *, d_table: Tensor) -> None:
+        op = "embedding_backward"
+        ids = read_saved(op, saved, EmbeddingSaved).ids
+        checks.embedding_backward(dy, ids.shape, d_table)
+        f32(op, dy=dy, d_table=d_table)
+        apart(op, {"d_table": d_table}, {"dy": dy})
+        flat = np.array(ids.reshape(-1))  # a copy: nobody can change it between the check and the use
+        _check_ids(op, "id", flat, d_table.shape[0])
+        order = np.argsort(flat, kind="stable")
+        self._pointwise.scatter_add(flat, order, rows(dy), d_table, self._workers(dy.size))
+
+    def linear(
+        self,
+        x: Tensor,
+        w: Tensor,
+        bias: Tensor | None = None,
+        *,
+        alpha: float = 1.0,
+        out: Tensor | None = None,
+        accumulate: bool = False,
+        grad: bool = True,
+    ) -> tuple[Tensor, Any]:
+        checks.linear(x, w, bias, out, accumulate)
+        f32("linear", x=x, w=w, bias=bias, out=out)
+        if out is None:
+            out = np.empty((*x.shape[:-1], w.shape[0]), np.float32)
+        else:
+            apart("linear", {"out": out}, {"x": x, "w": w, "bias": bias})
+        y = rows(out)
+        threads = self._workers(out.size)
+        if accumulate:
+            product = _product(rows(x), w.T)
+            if bias is not None:
+                self._pointwise.scale_and_bias(product, alpha, bias, threads)
+                alpha = 1.0
+            self._pointwise.accumulate(y, product, alpha, threads)
+        else:
+            _product(rows(x), w.T, out=y)
+            if alpha != 1.0 or bias is not None:
+                self._pointwise.scale_and_bias(y, alpha, bias, threads)
+        return out, LinearSaved(x) if grad else None
+
+    def linear_backward(
+        self,
+        dy: Tensor,
+        saved: Any,
+        w: Tensor,
+        *,
+        dw: Tensor | None = None,
+        dbias: Tensor | None = None,
+        alpha: float = 1.0,
+        need_dx: bool = True,
+        out: Tensor | None = None,
+        accumulate: bool = False,
+    ) -> Tensor | None:
+        op = "linear_backward"
+        x = read_saved(op, saved, LinearSaved).x
+        checks.linear_backward(dy, x.shape, w, dw, dbias, out, accumulate)
+        f32(op, dy=dy, w=w, dw=dw, dbias=dbias, out=out)
+        apart(op, {"dw": dw, "dbias": dbias, "out": out}, {"dy": dy, "w": w, "x": x})
+        dy2 = rows(dy)
+        if dw is not None:
+            self._pointwise.accumulate(dw, _product(dy2.T, rows(x)), alpha, self._workers(dw.size))
+        if dbias is not None:
+            self._pointwise.column_sums(dy2, dbias, self._workers(dy.size))
+        if not need_dx:
+            return None
+        threads = self._workers(x.size)
+        if accumulate:
+            self._pointwise.accumulate(rows(out), _product(dy2, w), alpha, threads)
+            return out
+        dx = np.empty(x.shape, np.float32) if out is None else out
+        _product(dy2, w, out=rows(dx))
+        if alpha != 1.0:
+            self._pointwise.scale_and_bias(rows(dx), alpha, None, threads)
+        return dx
+
+    def rms_norm(self, x: Tensor, w: Tensor | None, eps: float, *, grad: bool = True) -> tuple[Tensor, Any]:
+        checks.rms_norm(x, w)
+        f32("rms_norm", x=x, w=w)
+        y = np.empty(x.shape, np.float32)
+        inv = np.empty(x.size // x.shape[-1], np.float32)
+        self._pointwise.rms_norm(rows(x), w, eps, rows(y), inv, self._workers(x.size))
+        return y, NormSaved(x, inv) if grad else None
+
+    def rms_norm_backward(
+        self,
+        dy: Tensor,
+        saved: Any,
+        w: Tensor | None,
+        *,
+        dw: Tensor | None = None,
+        out: Tensor | None = None,
+        accumulate: bool = False,
+    ) -> Tensor:
+        op = "rms_norm_backward"
+        x, inv = read_saved(op, saved, NormSaved)
+        checks.rms_norm_backward(dy, x.shape, w, dw, out, accumulate)
+        f32(op, dy=dy, w=w, dw=dw, out=out)
+        apart(op, {"dw": dw, "out": out}, {"dy": dy, "w": w, "x": x})
+        dx = np.empty(x.shape, np.float32) if out is None else out
+        threads = self._workers(x.size)
+        self._pointwise.rms_norm_backward(rows(dy), rows(x), w, inv, rows(dx), accumulate, dw, threads)
+        return dx
+
+    # ---- convolution and scan -----------------------------------------------------------------
+
+    def conv1d(
+        self,
+        x: Tensor,
+        w: Tensor,
+        bias: Tensor | None = None,
+        *,
+        initial_state: Tensor | None = None,
+        seq_start: Tensor | None = None,
+        lengths: Tensor | None = None,
+        activation: str | None = "silu",
+        grad: bool = True,
+    ) -> tuple[Tensor, Tensor, Any]:
+        op = "conv1d"
+        checks.conv1d(x, w, bias, initial_state, seq_start, lengths, activation)
+        f32(op, x=x, w=w, bias=bias, initial_state=initial_state)
+        i32(op, seq_start=seq_start)
+        _check_lengths(op, lengths, x.shape[1])
+        saved = ConvSaved(x, bias, initial_state, seq_start, lengths, activation == "silu")
+        y = np.empty(x.shape, np.float32)
+        final_state = np.empty((x.shape[0], w.shape[1] - 1, x.shape[2]), np.float32)
+        threads = self._workers(x.size * w.shape[1])
+        self._conv1d.forward(
+            x, np.ascontiguousarray(w.T), bias, initial_state, seq_start, lengths, y, final_state, saved.silu,
+            threads,
+        )  # fmt: skip
+        return y, final_state, saved if grad else None
+
+    def conv1d_backward(
+        self,
+        dy: Tensor,
+        saved: Any,
+        w: Tensor,
+        *,
+        dw: Tensor | None = None,
+        dbias: Tensor | None = None,
+        d_final_state: Tensor | None = None,
+        need_d_initial_state: bool = False,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        op = "conv1d_backward"
+        x, bias, initial_state, seq_start, lengths, silu = read_saved(op, saved, ConvSaved)
+        checks.conv1d_backward(dy, x.shape, w, dw, dbias, d_final_state, out)
+        f32(op, dy=dy, w=w, dw=dw, dbias=dbias, d_final_state=d_final_state, out=out)
+        apart(
+            op,
+            {"dw": dw, "dbias": dbias, "out": out},
+            {
+                "dy": dy,
+                "w": w,
+                "d_final_state": d_final_state,
+                "x": x,
+                "bias": bias,
+                "initial_state": initial_state,
+            },
+        )
+        dx = np.empty(x.shape, np.float32) if out is None else out
+        d_initial_state = None
+        if need_d_initial_state:
+            d_initial_state = np.empty((x.shape[0], w.shape[1] - 1, x.shape[2]), np.float32)
+        self._conv1d.backward(
+            dy, d_final_state, x, np.ascontiguousarray(w.T), bias, initial_state, seq_start, lengths, dx, dw,
+            dbias, d_initial_state, silu, self._workers(x.size * w.shape[1]),
+        )  # fmt: skip
+        return dx, d_initial_state
+
+    def selective_scan(
+        self,
+        u: Tensor,
+        delta: Tensor,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor,
+        d: Tensor | None = None,
+        z: Tensor | None = None,
+        delta_bias: Tensor | None = None,
+        *,
+        delta_softplus: bool = True,
+        discretization: str = "zoh",
+        initial_state: Tensor | None = None,
+        seq_start: Tensor | None = None,
+        lengths: Tensor | None = None,
+        grad: bool = True,
+    ) -> tuple[Tensor, Tensor, Any]:
+        op = "selective_scan"
+        checks.selective_scan(
+            u, delta, a, b, c, d, z, delta_bias, discretization, initial_state, seq_start, lengths
+        )
+        f32(op, u=u, delta=delta, a=a, b=b, c=c, d=d, z=z, delta_bias=delta_bias, initial_state=initial_state)
+        i32(op, seq_start=seq_start)
+        _check_lengths(op, lengths, u.shape[1])
+        batch, length, width = u.shape
+        states = a.shape[1]
+        zoh, softplus = discretization == "zoh", bool(delta_softplus)
+        y = np.empty(u.shape, np.float32)
+        final_state = np.empty((batch, width, states), np.float32)
+        checkpoints = None
+        if grad:
+            checkpoints = np.empty(self._scan.checkpoint_shape(batch, length, width, states), np.float32)
+        self._scan.forward(
+            u, delta, a, b, c, d, z, delta_bias, initial_state, seq_start, lengths, y, final_state,
+            checkpoints, softplus, zoh, self._workers(u.size * states),
+        )  # fmt: skip
+        if checkpoints is None:
+            return y, final_state, None
+        saved = ScanSaved(u, delta, a, b, c, d, z, delta_bias, seq_start, lengths, checkpoints, softplus, zoh)
+        return y, final_state, saved
+
+    def selective_scan_backward(
+        self,
+        dy: Tensor,
+        saved: Any,
+        *,
+        d_final_state: Tensor | None = None,
+        d_a: Tensor | None = None,
+        d_d: Tensor | None = None,
+        d_delta_bias: Tensor | None = None,
+        need_d_initial_state: bool = False,
+        du_out: Tensor | None = None,
+        ddelta_out: Tensor | None = None,
+        db_out: Tensor | None = None,
+        dc_out: Tensor | None = None,
+        dz_out: Tensor | None = None,
+    ) -> ScanGradients:
+        op = "selective_scan_backward"
+        s: ScanSaved = read_saved(op, saved, ScanSaved)
+        batch, _, width = s.u.shape
+        states = s.a.shape[1]
+        checks.selective_scan_backward(
+            dy, s.u.shape, states, d_final_state, d_a, d_d, d_delta_bias, du_out, ddelta_out, db_out, dc_out,
+            dz_out,
+        )  # fmt: skip
+        if s.z is None and dz_out is not None:
+            raise ValueError(f"{op}: dz_out was given, but the forward op had no z")
+        writes = {
+            "d_a": d_a, "d_d": d_d, "d_delta_bias": d_delta_bias, "du_out": du_out, "ddelta_out": ddelta_out,
+            "db_out": db_out, "dc_out": dc_out, "dz_out": dz_out,
+        }  # fmt: skip
+        f32(op, dy=dy, d_final_state=d_final_state, **writes)
+        inputs = {name: getattr(s, name) for name in ("u", "delta", "a", "b", "c", "d", "z", "delta_bias")}
+        apart(op, writes, {"dy": dy, "d_final_state": d_final_state, **inputs})
+        du = np.empty(s.u.shape, np.float32) if du_out is None else du_out
+        ddelta = np.empty(s.u.shape, np.float32) if ddelta_out is None else ddelta_out
+        db = np.empty(s.b.shape, np.float32) if db_out is None else db_out
+        dc = np.empty(s.b.shape, np.float32) if dc_out is None else dc_out
+        dz = None if s.z is None else np.empty(s.u.shape, np.float32) if dz_out is None else dz_out
+        d_initial = np.empty((batch, width, states), np.float32) if need_d_initial_state else None
+        self._scan.backward(
+            dy, d_final_state, s.u, s.delta, s.a, s.b, s.c, s.d, s.z, s.delta_bias, s.seq_start, s.lengths,
+            s.checkpoints, du, ddelta, db, dc, dz, d_a, d_d, d_delta_bias, d_initial, s.softplus, s.zoh,
+            self._workers(s.u.size * states),
+        )  # fmt: skip
+        return ScanGradients(du, ddelta, db, dc, dz, d_initial)
+
+    # ---- loss and optimizer -------------------------------------------------------------------
+
+    def cross_entropy_(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        *,
+        scale: float = 1.0,
+        ignore_index: int = -100,
+        grad: bool = True,
+    ) -> Tensor:
+        op = "cross_entropy_"
+        checks.cross_entropy_(logits, targets)
+        f32(op, logits=logits)
+        i32(op, targets=targets)
+        apart(op, {"logits": logits}, {})
+        width = logits.shape[1]
+        outside = ((targets < 0) | (targets >= width)) & (targets != ignore_index)
+        if outside.any():
+            raise ValueError(
+                f"{op}: target {targets[outside][0]} is outside 0 to {width - 1} and not {ignore_index}"
+            )
+        losses = np.empty(targets.shape, np.float32)
+        self._pointwise.cross_entropy(
+            logits, targets, losses, scale, ignore_index, grad, self._workers(logits.size)
+        )
+        return losses
+
+    def global_norm(self, tensors: Sequence[Tensor]) -> Tensor:
+        total = 0.0
+        for i, tensor in enumerate(tensors):
+            f32("global_norm", **{f"tensors[{i}]": tensor})
+            total += self._pointwise.sum_all(*elements(tensor), True, self._workers(tensor.size))
+        norm = np.empty(1, np.float32)
+        self._pointwise.store(math.sqrt(total), norm)
+        return norm
+
+    def adamw_(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        m: Sequence[Tensor],
+        v: Sequence[Tensor],
+        *,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: Sequence[float],
+        step: int,
+        grad_norm: Tensor,
+        max_grad_norm: float = 0.0,
+        max_delta: float = 0.0,
+        stats: Tensor,
+    ) -> None:
+        op = "adamw_"
+        checks.adamw_(params, grads, m, v, weight_decay, stats)
+        f32(op, grad_norm=grad_norm, stats=stats)
+        for i, (p, g, mi, vi) in enumerate(zip(params, grads, m, v, strict=True)):
+            names = {f"params[{i}]": p, f"m[{i}]": mi, f"v[{i}]": vi}
+            f32(op, **names, **{f"grads[{i}]": g})
+            apart(op, names, {f"grads[{i}]": g})
+        skipped, norm = float(stats[0]), float(grad_norm.reshape(-1)[0])
+        if not math.isfinite(norm):
+            stats[0] = skipped + 1.0
+            return
+        t = step - skipped
+        if t < 1:
+            raise ValueError(
+                f"{op}: step is {step} after {skipped:g} skipped steps; it counts all attempts from 1"
+            )
+        clip = min(1.0, max_grad_norm / (norm + 1e-6)) if max_grad_norm > 0.0 else 1.0
+        clamped = 0
+        for p, g, mi, vi, decay in zip(params, grads, m, v, weight_decay, strict=True):
+            clamped += self._optim.adamw(
+                *elements(p, g, mi, vi),
+                lr,
+                beta1,
+                beta2,
+                eps,
+                decay,
+                t,
+                clip,
+                max_delta,
+                self._workers(p.size),
+            )
+        stats[1:] = norm, clip, clamped
+
+    # ---- single steps -------------------------------------------------------------------------
+
+    def conv1d_step(
+        self,
+        x: Tensor,
+        state: Tensor,
+        w: Tensor,
+        bias: Tensor | None = None,
+        *,
+        activation: str | None = "silu",
+    ) -> Tensor:
+        op = "conv1d_step"
+        checks.conv1d_step(x, state, w, bias, activation)
+        f32(op, x=x, state=state, w=w, bias=bias)
+        apart(op, {"state": state}, {"x": x, "w": w, "bias": bias})
+        y = np.empty(x.shape, np.float32)
+        threads = self._workers(x.size * w.shape[1])
+        self._conv1d.step(x, state, np.ascontiguousarray(w.T), bias, y, activation == "silu", threads)
+        return y
+
+    def selective_scan_step(
+        self,
+        u: Tensor,
+        delta: Tensor,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor,
+        d: Tensor | None,
+        z: Tensor | None,
+        delta_bias: Tensor | None,
+        state: Tensor,
+        *,
+        delta_softplus: bool = True,
+        discretization: str = "zoh",
+    ) -> Tensor:
+        op = "selective_scan_step"
+        checks.selective_scan_step(u, delta, a, b, c, d, z, delta_bias, state, discretization)
+        reads = {"u": u, "delta": delta, "a": a, "b": b, "c": c, "d": d, "z": z, "delta_bias": delta_bias}
+        f32(op, state=state, **reads)
+        apart(op, {"state": state}, reads)
+        y = np.empty(u.shape, np.float32)
+        self._scan.step(
+            u, delta, a, b, c, d, z, delta_bias, state, y, bool(delta_softplus), discretization == "zoh",
+            self._workers(state.size),
+        )  # fmt: skip
+        return y
