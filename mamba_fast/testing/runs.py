@@ -1,0 +1,383 @@
+"""One op on one case, forward and backward, on any backend: the same code for it and for the oracle.
+
+Every run also proves, whatever it was called for, that no hidden transfer happened, that operands
+which an op only reads kept their bits, and that nothing outside a written view was touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from mamba_fast.backend import Backend, Tensor
+from mamba_fast.backends.oracle import create_backend as create_oracle
+from mamba_fast.testing.cases import (
+    AcceptanceCase,
+    Arrays,
+    ConvCase,
+    EmbeddingCase,
+    LinearCase,
+    LossCase,
+    NormCase,
+    ScanCase,
+    inputs,
+)
+
+__all__ = [
+    "LAYOUTS",
+    "Arena",
+    "no_transfers",
+    "oracle",
+    "reference",
+    "run_acceptance",
+    "run_conv",
+    "run_embedding",
+    "run_linear",
+    "run_loss",
+    "run_norm",
+    "run_scan",
+]
+
+LAYOUTS = ("contiguous", "columns", "slab")
+
+_CANARY = 77
+
+
+class Arena:
+    """Places host arrays as tensors of one layout, and proves afterwards what was left alone.
+
+    "contiguous": each array is a tensor of its own. "columns": each is a column view of a wider
+    tensor. "slab": each is a piece of a flat tensor at an odd offset, reshaped, as parameters are.
+    """
+
+    def __init__(self, backend: Backend, layout: str = "contiguous") -> None:
+        if layout not in LAYOUTS:
+            raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+        self.backend = backend
+        self.layout = layout
+        self._placed: list[tuple[str, Tensor, np.ndarray, np.ndarray]] = []
+
+    def read(self, array: np.ndarray, name: str = "an operand") -> Tensor:
+        """A tensor that must not change."""
+        return self._place(array, f"{name}, which is only read,", written=False)
+
+    def write(self, array: np.ndarray, name: str = "an output") -> Tensor:
+        """A tensor that may change, but nothing around it."""
+        return self._place(array, f"what surrounds {name}", written=True)
+
+    def read_all(self, arrays: Arrays) -> dict[str, Tensor]:
+        return {name: self.read(array, name) for name, array in arrays.items()}
+
+    def _place(self, array: np.ndarray, what: str, *, written: bool) -> Tensor:
+        array = np.asarray(array)
+        left, right = 3, 2
+        if self.layout == "contiguous" or array.size == 0:
+            host, inside = array, np.ones(array.shape, bool)
+        elif self.layout == "columns":
+            host = np.full((*array.shape[:-1], left + array.shape[-1] + right), _CANARY, array.dtype)
+            host[..., left:-right] = array
+            inside = np.zeros(host.shape, bool)
+            inside[..., left:-right] = True
+        else:
+            host = np.full(left + array.size + right, _CANARY, array.dtype)
+            host[left:-right] = array.ravel()
+            inside = np.zeros(host.shape, bool)
+            inside[left:-right] = True
+        whole = self.backend.from_host(host, "i32" if array.dtype.kind in "iu" else "f32")
+        kept = ~inside if written else np.ones(host.shape, bool)
+        self._placed.append((what, whole, self.backend.to_host(whole), kept))
+        if host is array:
+            return whole
+        if self.layout == "columns":
+            return self.backend.view(whole, -1, left, left + array.shape[-1])
+        flat = self.backend.view(whole, 0, left, left + array.size)
+        return self.backend.reshape(flat, array.shape)
+
+    def check(self) -> None:
+        """Fail if anything that had to stay has changed, by so much as a bit."""
+        for what, whole, before, kept in self._placed:
+            after = self.backend.to_host(whole)
+            if after[kept].tobytes() != before[kept].tobytes():
+                raise AssertionError(f"{what} has changed (layout {self.layout})")
+
+
+@contextmanager
+def no_transfers(backend: Backend) -> Iterator[None]:
+    """Fail if anything inside moves data between host and backend."""
+    before = backend.transfers
+    yield
+    if backend.transfers != before:
+        raise AssertionError(f"{backend.transfers - before} hidden transfers between host and backend")
+
+
+@cache
+def oracle() -> Backend:
+    """The reference backend, one for all tests."""
+    return create_oracle()
+
+
+def reference(run: Callable[..., Arrays], case: Any, **options: Any) -> Arrays:
+    """What the oracle gives for a run; computed once for all backends of a test session."""
+    return _reference(run, case, tuple(sorted(options.items())))
+
+
+@cache
+def _reference(run: Callable[..., Arrays], case: Any, options: tuple[tuple[str, Any], ...]) -> Arrays:
+    results = run(oracle(), case, **dict(options))
+    for array in results.values():
+        array.setflags(write=False)
+    return results
+
+
+def _read_back(backend: Backend, tensors: dict[str, Tensor | None]) -> Arrays:
+    return {name: backend.to_host(tensor) for name, tensor in tensors.items() if tensor is not None}
+
+
+def _filler(shape: Sequence[int]) -> np.ndarray:
+    """What an output holds before it is written or added to."""
+    return (1.0 + np.arange(np.prod(shape), dtype=np.float32) % 5).reshape(tuple(shape))
+
+
+def _accumulators(arena: Arena, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    return {name: arena.write(np.zeros(shape, np.float32), name) for name, shape in shapes.items()}
+
+
+def run_linear(
+    backend: Backend,
+    case: LinearCase,
+    layout: str = "contiguous",
+    *,
+    out: str = "new",
+    frozen: bool = False,
+    times: int = 1,
+) -> Arrays:
+    """`linear` and its backward op.
+
+    `out`: "new" tensors, "given" ones, or "added" to. `frozen`: no parameter gradients. `times`:
+    how often forward and backward run, into the same accumulators. These options mean the same in
+    the other runs.
+    """
+    host = inputs(case)
+    arena = Arena(backend, layout)
+    t = arena.read_all(host)
+    shapes = {"dw": host["w"].shape} | ({"dbias": host["bias"].shape} if case.bias else {})
+    gradients = {} if frozen else _accumulators(arena, shapes)
+    y_out = dx_out = None
+    if out != "new":
+        y_out = arena.write(_filler(host["dy"].shape), "out of linear")
+        dx_out = arena.write(_filler(host["x"].shape), "out of linear_backward")
+    add = out == "added"
+    with no_transfers(backend):
+        for _ in range(times):
+            y, saved = backend.linear(
+                t["x"], t["w"], t.get("bias"), alpha=case.alpha, out=y_out, accumulate=add
+            )
+            dx = backend.linear_backward(
+                t["dy"], saved, t["w"], **gradients, alpha=case.alpha, out=dx_out, accumulate=add
+            )
+    results = _read_back(
+        backend,
+        {"y": y if y_out is None else y_out, "dx": dx if dx_out is None else dx_out, **gradients},
+    )
+    arena.check()
+    return results
+
+
+def run_norm(
+    backend: Backend,
+    case: NormCase,
+    layout: str = "contiguous",
+    *,
+    out: str = "new",
+    frozen: bool = False,
+    times: int = 1,
+) -> Arrays:
+    """`rms_norm` and its backward op."""
+    host = inputs(case)
+    arena = Arena(backend, layout)
+    t = arena.read_all(host)
+    gradients = _accumulators(arena, {"dw": (case.width,)}) if case.weight and not frozen else {}
+    dx_out = arena.write(_filler(host["x"].shape), "out of rms_norm_backward") if out != "new" else None
+    with no_transfers(backend):
+        for _ in range(times):
+            y, saved = backend.rms_norm(t["x"], t.get("w"), case.eps)
+            dx = backend.rms_norm_backward(
+                t["dy"], saved, t.get("w"), **gradients, out=dx_out, accumulate=out == "added"
+            )
+    results = _read_back(backend, {"y": y, "dx": dx if dx_out is None else dx_out, **gradients})
+    arena.check()
+    return results
+
+
+def run_embedding(
+    backend: Backend, case: EmbeddingCase, layout: str = "contiguous", *, times: int = 1
+) -> Arrays:
+    """`embedding` and its backward op."""
+    host = inputs(case)
+    arena = Arena(backend, layout)
+    t = arena.read_all(host)
+    gradients = _accumulators(arena, {"d_table": host["table"].shape})
+    with no_transfers(backend):
+        for _ in range(times):
+            y, saved = backend.embedding(t["ids"], t["table"])
+            backend.embedding_backward(t["dy"], saved, **gradients)
+    results = _read_back(backend, {"y": y, **gradients})
+    arena.check()
+    return results
+
+
+def run_loss(backend: Backend, case: LossCase, layout: str = "contiguous", *, grad: bool = True) -> Arrays:
+    """`cross_entropy_`; without grad, only the losses."""
+    host = inputs(case)
+    arena = Arena(backend, layout)
+    targets = arena.read(host["targets"], "targets")
+    logits = arena.write(host["logits"], "logits")
+    with no_transfers(backend):
+        losses = backend.cross_entropy_(logits, targets, scale=case.scale, grad=grad)
+    results = _read_back(backend, {"losses": losses, "dlogits": logits if grad else None})
+    arena.check()
+    return results
+
+
+def run_conv(
+    backend: Backend,
+    case: ConvCase,
+    layout: str = "contiguous",
+    *,
+    out: str = "new",
+    frozen: bool = False,
+    times: int = 1,
+) -> Arrays:
+    """`conv1d` and its backward op."""
+    host = inputs(case)
+    arena = Arena(backend, layout)
+    t = arena.read_all(host)
+    shapes = {"dw": host["w"].shape} | ({"dbias": host["bias"].shape} if case.bias else {})
+    gradients = {} if frozen else _accumulators(arena, shapes)
+    dx_out = arena.write(_filler(host["x"].shape), "out of conv1d_backward") if out != "new" else None
+    with no_transfers(backend):
+        for _ in range(times):
+            y, final_state, saved = backend.conv1d(
+                t["x"],
+                t["w"],
+                t.get("bias"),
+                initial_state=t.get("initial_state"),
+                seq_start=t.get("seq_start"),
+                lengths=t.get("lengths"),
+                activation=case.activation,
+            )
+            dx, d_initial_state = backend.conv1d_backward(
+                t["dy"],
+                saved,
+                t["w"],
+                **gradients,
+                d_final_state=t.get("d_final_state"),
+                need_d_initial_state=case.initial_state,
+                out=dx_out,
+            )
+            if (d_initial_state is not None) != case.initial_state:
+                raise AssertionError("conv1d_backward: d_initial_state must be returned when asked for only")
+    results = _read_back(
+        backend,
+        {
+            "y": y,
+            "final_state": final_state,
+            "dx": dx if dx_out is None else dx_out,
+            "d_initial_state": d_initial_state,
+            **gradients,
+        },
+    )
+    arena.check()
+    return results
+
+
+def run_scan(
+    backend: Backend,
+    case: ScanCase,
+    layout: str = "contiguous",
+    *,
+    out: str = "new",
+    frozen: bool = False,
+    times: int = 1,
+) -> Arrays:
+    """`selective_scan` and its backward op."""
+    host = inputs(case)
+    arena = Arena(backend, layout)
+    t = arena.read_all(host)
+    shapes = {f"d_{name}": host[name].shape for name in ("a", "d", "delta_bias") if name in host}
+    gradients = {} if frozen else _accumulators(arena, shapes)
+    outs = {}
+    if out != "new":
+        outs = {
+            f"d{name}_out": arena.write(_filler(host[name].shape), f"d{name}_out")
+            for name in ("u", "delta", "b", "c", "z")
+            if name in host
+        }
+    with no_transfers(backend):
+        for _ in range(times):
+            y, final_state, saved = backend.selective_scan(
+                t["u"],
+                t["delta"],
+                t["a"],
+                t["b"],
+                t["c"],
+                t.get("d"),
+                t.get("z"),
+                t.get("delta_bias"),
+                delta_softplus=case.delta_softplus,
+                discretization=case.discretization,
+                initial_state=t.get("initial_state"),
+                seq_start=t.get("seq_start"),
+                lengths=t.get("lengths"),
+            )
+            grads = backend.selective_scan_backward(
+                t["dy"],
+                saved,
+                d_final_state=t.get("d_final_state"),
+                need_d_initial_state=case.initial_state,
+                **gradients,
+                **outs,
+            )
+            if (grads.d_initial_state is not None) != case.initial_state:
+                raise AssertionError(
+                    "selective_scan_backward: d_initial_state must be returned when asked for only"
+                )
+            if (grads.dz is not None) != case.z:
+                raise AssertionError("selective_scan_backward: dz must be returned where z was given only")
+    results = {"y": y, "final_state": final_state, **grads._asdict(), **gradients}
+    results |= {name.removesuffix("_out"): tensor for name, tensor in outs.items()}
+    read = _read_back(backend, results)
+    arena.check()
+    return read
+
+
+def run_acceptance(backend: Backend, case: AcceptanceCase) -> Arrays:
+    """SPEC 2's accuracy acceptance: from A_log through the scan and back to its gradient."""
+    arena = Arena(backend)
+    t = arena.read_all(inputs(case))
+    square, row = (case.width, case.states), (case.width,)
+    sums = _accumulators(arena, {"d_a": square, "d_a_log": square, "d_d": row})
+    with no_transfers(backend):
+        a, saved_a = backend.decay(t["a_log"])
+        y, final_state, saved = backend.selective_scan(
+            t["u"],
+            t["delta"],
+            a,
+            t["b"],
+            t["c"],
+            t["d"],
+            t["z"],
+            delta_softplus=case.delta_softplus,
+            discretization=case.discretization,
+        )
+        grads = backend.selective_scan_backward(
+            t["dy"], saved, d_a=sums["d_a"], d_d=sums["d_d"], need_d_initial_state=True
+        )
+        backend.decay_backward(sums["d_a"], saved_a, d_a_log=sums["d_a_log"])
+    read = _read_back(backend, {"y": y, "final_state": final_state, **grads._asdict(), **sums})
+    arena.check()
+    return read
