@@ -283,10 +283,11 @@ class _Run:
                 self._give_up_if_diverged()
             if last:
                 break  # what is due at the end is `_finish`'s
-            if _due(step, config.eval_every):
-                self._validate(log, stop)
-            if self.out is not None and _due(step, config.checkpoint_every):
-                self._save_checkpoint(log)
+            with clock.paused():
+                if _due(step, config.eval_every):
+                    self._validate(log, stop)
+                if self.out is not None and _due(step, config.checkpoint_every):
+                    self._save_checkpoint(log)
 
     def _step(self, step: int, lr: float) -> None:
         """One optimizer step: gradients of the mean loss over all micro-batches' predicted positions."""
@@ -513,7 +514,7 @@ def _ctrl_c() -> Iterator[_Stop]:
 
 
 class _Clock:
-    """Speed between two looks at it."""
+    """Speed between two looks at it, pauses not counted."""
 
     def __init__(self, tokens: int) -> None:
         self._time, self._tokens = time.perf_counter(), tokens
@@ -523,6 +524,12 @@ class _Clock:
         speed = (tokens - self._tokens) / max(now - self._time, 1e-9)
         self._time, self._tokens = now, tokens
         return speed
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        before = time.perf_counter()
+        yield
+        self._time += time.perf_counter() - before
 
 
 def _due(step: int, every: int) -> bool:
