@@ -16,6 +16,7 @@ import numpy as np
 from mamba_fast import checkpoint, inputs, lm
 from mamba_fast.backend import Backend, Tensor
 from mamba_fast.config import MambaConfig
+from mamba_fast.generate import generate, stream
 from mamba_fast.init import initial_parameters
 from mamba_fast.inputs import Batch
 from mamba_fast.params import ParamStore, Slabs, bind, model_layout
@@ -256,14 +257,10 @@ class MambaLM:
 
     def generate(self, ids: Any, max_new_tokens: int, **options: Any) -> np.ndarray:
         """Continue each row: ids (B, L) -> (B, L + new). Options as in `mamba_fast.generate.generate`."""
-        from mamba_fast.generate import generate  # it is written on top of this class
-
         return generate(self, ids, max_new_tokens, **options)
 
     def stream(self, ids: Any, max_new_tokens: int, **options: Any) -> Iterator[np.ndarray]:
         """Continue each row, token by token. Options as in `mamba_fast.generate.stream`."""
-        from mamba_fast.generate import stream  # it is written on top of this class
-
         return stream(self, ids, max_new_tokens, **options)
 
     # ---- parts --------------------------------------------------------------------------------
