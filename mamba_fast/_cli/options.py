@@ -1,0 +1,185 @@
+"""Options that the commands share: the backend, and flags made from the configuration classes."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mamba_fast.backend import Backend
+
+__all__ = [
+    "BACKEND_VARIABLE",
+    "DEBUG_VARIABLE",
+    "FailedError",
+    "UsageError",
+    "add_common_options",
+    "add_config_options",
+    "choose_backend",
+    "given_fields",
+    "model_folder",
+    "positive",
+    "write",
+]
+
+BACKEND_VARIABLE = "MAMBA_FAST_BACKEND"
+DEBUG_VARIABLE = "MAMBA_FAST_DEBUG"
+
+
+class UsageError(ValueError):
+    """The command line asks for something that cannot be done; the message is for its author."""
+
+
+class FailedError(Exception):
+    """A command could not do its work, through no fault of the program; the message says why."""
+
+
+def positive(text: str) -> int:
+    """An argparse type: an integer from 1 up."""
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected an integer, got {text!r}") from None
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
+def add_common_options(parser: argparse.ArgumentParser) -> None:
+    """--backend, --threads, --quiet and --debug."""
+    group = parser.add_argument_group("general")
+    group.add_argument(
+        "--backend",
+        metavar="NAME",
+        help="what computes: cython (CPU), wgpu (GPU, a plugin), oracle (slow, exact) or auto, the fastest "
+        f"that works here (default: ${BACKEND_VARIABLE} where it is set, else auto)",
+    )
+    group.add_argument(
+        "--threads", type=positive, metavar="N", help="CPU threads of the kernels (default: all usable CPUs)"
+    )
+    group.add_argument("--quiet", "-q", action="store_true", help="no progress and no remarks on stderr")
+    group.add_argument(
+        "--debug",
+        action="store_true",
+        help=f"show a traceback with every error (also: {DEBUG_VARIABLE}=1 in the environment)",
+    )
+
+
+def choose_backend(args: argparse.Namespace) -> Backend:
+    """The backend that --backend, the environment and --threads ask for."""
+    from mamba_fast.registry import get_backend
+
+    name = args.backend or os.environ.get(BACKEND_VARIABLE) or "auto"
+    if args.threads is None:
+        return get_backend(name)
+    if name == "auto":
+        name = get_backend(name).name
+    try:
+        return get_backend(name, threads=args.threads)
+    except TypeError as error:
+        raise UsageError(f"--threads does not go with the backend {name!r}: {error}") from None
+
+
+def model_folder(model: str) -> str:
+    """The folder of a model, or an error that says what one is."""
+    path = Path(model)
+    if not path.exists():
+        raise UsageError(f"no model folder {model}: give the folder that `mamba-fast train --out` made")
+    if not path.is_dir():
+        raise UsageError(f"{model} is a file: give the folder of the model")
+    return model
+
+
+def write(text: str) -> None:
+    """Text to stdout at once; what its encoding does not have becomes '?'."""
+    if not text:
+        return
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    sys.stdout.write(text.encode(encoding, errors="replace").decode(encoding))
+    sys.stdout.flush()
+
+
+# ---- flags from configuration classes --------------------------------------------------------------
+
+
+def add_config_options(
+    parser: argparse._ArgumentGroup,
+    config: type,
+    helps: Mapping[str, str],
+    *,
+    defaults: Mapping[str, Any] | None = None,
+) -> None:
+    """A flag for each field of a configuration class that `helps` describes.
+
+    A flag that is not given leaves no trace in the namespace (`given_fields`), so that a resumed or
+    fine-tuned model can tell "not given" from "given, and equal to the default".
+    """
+    for field in dataclasses.fields(config):
+        if field.name not in helps:
+            continue
+        default = (defaults or {}).get(field.name, field.default)
+        text = helps[field.name]
+        if "(default" not in text:
+            text += f" (default: {_shown(default)})"
+        flag = "--" + field.name.replace("_", "-")
+        keywords: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": text}
+        kind = str(field.type)
+        if kind == "bool":
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, **keywords)
+        else:
+            parser.add_argument(flag, type=_PARSERS[kind], metavar=_METAVARS[kind], **keywords)
+
+
+def given_fields(args: argparse.Namespace, config: type) -> dict[str, Any]:
+    """The fields of a configuration class that were given as flags."""
+    return {f.name: getattr(args, f.name) for f in dataclasses.fields(config) if hasattr(args, f.name)}
+
+
+def _shown(default: Any) -> str:
+    if default is None:
+        return "none"
+    if isinstance(default, bool):
+        return "yes" if default else "no"
+    return f"{default:g}" if isinstance(default, float) else str(default)
+
+
+def _int(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected an integer, got {text!r}") from None
+
+
+def _float(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number, got {text!r}") from None
+
+
+def _int_or_word(text: str) -> int | str:
+    return int(text) if text.lstrip("-").isdigit() else text
+
+
+# By the annotation of the field, as it is written in `config.py`.
+_PARSERS = {
+    "int": _int,
+    "int | None": _int,
+    "float": _float,
+    "float | None": _float,
+    "int | str": _int_or_word,
+    "str": str,
+}
+_METAVARS = {
+    "int": "N",
+    "int | None": "N",
+    "float": "X",
+    "float | None": "X",
+    "int | str": "N",
+    "str": "NAME",
+}
