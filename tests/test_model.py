@@ -262,6 +262,17 @@ def test_the_number_of_threads_changes_no_bit(threads):
     assert all(np.array_equal(grads[name], grads_n[name]) for name in grads)
 
 
+def test_everything_that_comes_back_is_float32_and_a_float():
+    model = strong_model(T2, "cython")
+    loss, grads = model.loss_and_grads(IDS, TARGETS)
+    arrays = [model.logits(IDS), *grads.values(), *model.parameters().values()]
+    arrays.append(model.prefill(IDS, model.init_state(1))[0])
+    arrays.append(model.step([1], model.init_state(1))[0])
+    assert {a.dtype for a in arrays} == {np.dtype(np.float32)}
+    assert type(loss) is float
+    assert type(model.loss(IDS, TARGETS)) is float
+
+
 def test_a_second_run_gives_the_same_bits(backend):
     model = strong_model(T2, backend)
     first, second = (model.loss_and_grads(IDS, TARGETS) for _ in range(2))

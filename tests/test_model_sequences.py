@@ -208,6 +208,16 @@ def test_a_padded_prompt_in_pieces_gives_the_state_of_each_row_alone(backend, mo
         close(backend, then[row : row + 1], model.step([5 + row], alone)[0])
 
 
+def test_a_row_sits_a_piece_out_with_a_single_tap_too(backend):
+    config = T2.replace(d_conv=1)
+    model = strong_model(config, backend)
+    ids = np.stack([T2_IDS[:6], T2_IDS[9:15]])
+    _, state = model.prefill(ids, model.init_state(2), lengths=[6, 0])
+    _, alone = model.prefill(ids[:1], model.init_state(1))
+    assert np.array_equal(backend.to_host(state.layers[1].ssm)[:1], backend.to_host(alone.layers[1].ssm))
+    assert not backend.to_host(state.layers[1].ssm)[1].any()
+
+
 def test_lengths_of_a_piece_may_be_zero(backend, model):
     ids = np.stack([T2_IDS[:6], T2_IDS[9:15]])
     _, state = model.prefill(ids, model.init_state(2))
