@@ -70,7 +70,7 @@ def phi_prime(z: float) -> float:
     """d phi / dz = (1 + (z - 1) e^z) / z^2; below |z| = 1, where that cancels, its power series
     sum over k of z^k / (k! (k + 2))."""
     if not abs(z) < 1.0:
-        return (1.0 + (z - 1.0) * exp(z)) / (z * z)
+        return (1.0 + (z - 1.0) * exp(z)) / z / z  # z * z could overflow
     total, power, k = 0.5, 1.0, 0  # power is z^k / k!
     while True:
         k += 1
