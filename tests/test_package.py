@@ -110,17 +110,19 @@ def test_no_build_file_asks_for_flags_that_must_not_ship():
             assert flag not in code, f"{path.name} has {flag}"
 
 
+def project_version() -> str:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+
+
 @in_checkout
 def test_the_installed_version_is_the_one_in_pyproject():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert metadata.version("mamba-fast") == project["version"] == mamba_fast.__version__
+    assert metadata.version("mamba-fast") == project_version() == mamba_fast.__version__
 
 
 @in_checkout
 def test_the_changelog_speaks_of_the_version():
-    version = re.escape(metadata.version("mamba-fast"))
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    assert re.search(rf"^## \[({version}|Unreleased)\]", text, re.MULTILINE)
+    assert re.search(rf"^## \[({re.escape(project_version())}|Unreleased)\]", text, re.MULTILINE)
 
 
 def test_the_package_says_that_it_is_typed():
