@@ -10,10 +10,13 @@ import pytest
 
 from mamba_fast.backend import Backend
 from mamba_fast.testing.cases import (
+    CONV_CASES,
     EMBEDDING_CASES,
     LINEAR_CASES,
     LOSS_CASES,
     NORM_CASES,
+    SCAN_CASES,
+    Arrays,
     EmbeddingCase,
     LinearCase,
     LossCase,
@@ -25,10 +28,12 @@ from mamba_fast.testing.runs import (
     Arena,
     oracle,
     reference,
+    run_conv,
     run_embedding,
     run_linear,
     run_loss,
     run_norm,
+    run_scan,
 )
 
 __all__ = ["OpChecks"]
@@ -224,7 +229,26 @@ class OpChecks(Checks):
         assert losses[1] > 0.0
         assert not backend.to_host(logits)[[0, 2]].any()
 
-    # ---- bits ---------------------------------------------------------------------------------
+    # ---- all of them --------------------------------------------------------------------------
+
+    @pytest.mark.parametrize(
+        ("run", "case"),
+        [
+            (run_linear, LINEAR_CASES[2]),
+            (run_norm, NORM_CASES[1]),
+            (run_embedding, EMBEDDING_CASES[1]),
+            (run_conv, next(case for case in CONV_CASES if case.name == "everything")),
+            (run_scan, next(case for case in SCAN_CASES if case.name == "everything")),
+        ],
+        ids=["linear", "rms_norm", "embedding", "conv1d", "selective_scan"],
+    )
+    def test_outputs_may_be_changed_before_the_backward_op_runs(
+        self, backend: Backend, run: Any, case: Any
+    ) -> None:
+        def gradients(results: Arrays) -> Arrays:
+            return {name: value for name, value in results.items() if name not in ("y", "final_state")}
+
+        self.assert_matches(gradients(run(backend, case, spoil=True)), gradients(reference(run, case)))
 
     @pytest.mark.parametrize(
         ("run", "case"),

@@ -146,6 +146,12 @@ def _accumulators(arena: Arena, shapes: dict[str, tuple[int, ...]]) -> dict[str,
     return {name: arena.write(np.zeros(shape, np.float32), name) for name, shape in shapes.items()}
 
 
+def _spoil(backend: Backend, wanted: bool, *outputs: Tensor) -> None:
+    """Overwrite outputs that the caller is free to change."""
+    for tensor in outputs if wanted else ():
+        backend.fill_(tensor, 1e3)
+
+
 def run_linear(
     backend: Backend,
     case: LinearCase,
@@ -154,12 +160,13 @@ def run_linear(
     out: str = "new",
     frozen: bool = False,
     times: int = 1,
+    spoil: bool = False,
 ) -> Arrays:
     """`linear` and its backward op.
 
     `out`: "new" tensors, "given" ones, or "added" to. `frozen`: no parameter gradients. `times`:
-    how often forward and backward run, into the same accumulators. These options mean the same in
-    the other runs.
+    how often forward and backward run, into the same accumulators. `spoil`: overwrite what the
+    forward op returned before its backward op runs. These options mean the same in the other runs.
     """
     host = inputs(case)
     arena = Arena(backend, layout)
@@ -176,6 +183,7 @@ def run_linear(
             y, saved = backend.linear(
                 t["x"], t["w"], t.get("bias"), alpha=case.alpha, out=y_out, accumulate=add
             )
+            _spoil(backend, spoil, y)
             dx = backend.linear_backward(
                 t["dy"], saved, t["w"], **gradients, alpha=case.alpha, out=dx_out, accumulate=add
             )
@@ -195,6 +203,7 @@ def run_norm(
     out: str = "new",
     frozen: bool = False,
     times: int = 1,
+    spoil: bool = False,
 ) -> Arrays:
     """`rms_norm` and its backward op."""
     host = inputs(case)
@@ -205,6 +214,7 @@ def run_norm(
     with no_transfers(backend):
         for _ in range(times):
             y, saved = backend.rms_norm(t["x"], t.get("w"), case.eps)
+            _spoil(backend, spoil, y)
             dx = backend.rms_norm_backward(
                 t["dy"], saved, t.get("w"), **gradients, out=dx_out, accumulate=out == "added"
             )
@@ -214,7 +224,7 @@ def run_norm(
 
 
 def run_embedding(
-    backend: Backend, case: EmbeddingCase, layout: str = "contiguous", *, times: int = 1
+    backend: Backend, case: EmbeddingCase, layout: str = "contiguous", *, times: int = 1, spoil: bool = False
 ) -> Arrays:
     """`embedding` and its backward op."""
     host = inputs(case)
@@ -224,6 +234,7 @@ def run_embedding(
     with no_transfers(backend):
         for _ in range(times):
             y, saved = backend.embedding(t["ids"], t["table"])
+            _spoil(backend, spoil, y)
             backend.embedding_backward(t["dy"], saved, **gradients)
     results = _read_back(backend, {"y": y, **gradients})
     arena.check()
@@ -251,6 +262,7 @@ def run_conv(
     out: str = "new",
     frozen: bool = False,
     times: int = 1,
+    spoil: bool = False,
 ) -> Arrays:
     """`conv1d` and its backward op."""
     host = inputs(case)
@@ -270,6 +282,7 @@ def run_conv(
                 lengths=t.get("lengths"),
                 activation=case.activation,
             )
+            _spoil(backend, spoil, y, final_state)
             dx, d_initial_state = backend.conv1d_backward(
                 t["dy"],
                 saved,
@@ -303,6 +316,7 @@ def run_scan(
     out: str = "new",
     frozen: bool = False,
     times: int = 1,
+    spoil: bool = False,
 ) -> Arrays:
     """`selective_scan` and its backward op."""
     host = inputs(case)
@@ -334,6 +348,7 @@ def run_scan(
                 seq_start=t.get("seq_start"),
                 lengths=t.get("lengths"),
             )
+            _spoil(backend, spoil, y, final_state)
             grads = backend.selective_scan_backward(
                 t["dy"],
                 saved,
