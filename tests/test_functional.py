@@ -19,6 +19,7 @@ from mamba_fast.functional import (
     selective_scan_vjp,
 )
 from mamba_fast.registry import get_backend
+from mamba_fast.testing.loopback import create_backend as create_loopback
 from mamba_fast.testing.tolerances import relative_l2, tolerance
 
 SCANS = ("scan_euler_packed", "scan_euler_state", "scan_zoh_packed", "scan_zoh_state", "scan_zoh_tiny_dt")
@@ -330,6 +331,26 @@ def test_backprop_may_be_called_again(backend, vjp, arguments, shape):
     first, other, again = backprop(dy), backprop(2 * dy), backprop(dy)
     assert any(not np.array_equal(g, other[name]) for name, g in first.items())
     assert all(np.array_equal(g, again[name]) for name, g in first.items())
+
+
+@pytest.mark.parametrize(
+    ("vjp", "arguments"),
+    [
+        (selective_scan_vjp, scan_inputs()),
+        (causal_conv1d_vjp, conv_inputs()),
+        (partial(rms_norm_vjp, w=np.arange(3.0)), {"x": scan_inputs()["u"]}),
+    ],
+    ids=["scan", "conv", "norm"],
+)
+def test_tensors_that_the_host_cannot_touch_give_the_same(vjp, arguments):
+    dy = np.random.default_rng(3).standard_normal((2, 6, 3))
+    (y, backprop), (expected_y, expected) = (
+        vjp(**arguments, backend=backend) for backend in (create_loopback(), "oracle")
+    )
+    assert np.array_equal(y, expected_y)
+    wanted = expected(dy)
+    for _ in range(2):
+        assert all(np.array_equal(g, wanted[name]) for name, g in backprop(dy).items())
 
 
 @backends

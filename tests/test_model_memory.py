@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 import weakref
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,13 +12,14 @@ from model_cases import T2, random_ids, strong_model
 
 from mamba_fast.config import MambaConfig
 from mamba_fast.registry import get_backend
+from mamba_fast.testing.loopback import create_backend as create_loopback
 
 DEEP = T2.replace(n_layers=4)
 
 
-@pytest.fixture(params=["oracle", "cython"])
+@pytest.fixture(params=["oracle", "cython", "loopback"])
 def backend(request):
-    return get_backend(request.param)
+    return create_loopback() if request.param == "loopback" else get_backend(request.param)
 
 
 class Saved:
@@ -76,6 +78,46 @@ def test_without_checkpointing_the_internals_of_every_layer_are_kept(backend, mo
     ids = random_ids(DEEP, (1, 6))
     model.loss_and_grads(ids, ids)
     assert counts == [1, 2, 3, 4]
+
+
+def most_alive(monkeypatch, backend, call):
+    """The largest number of saved values that are alive after any scan."""
+    counts = []
+    forward = backend.selective_scan
+
+    def selective_scan(*args, **options):
+        result = forward(*args, **options)
+        counts.append(backend.live_saved)
+        return result
+
+    monkeypatch.setattr(backend, "selective_scan", selective_scan)
+    call()
+    return max(counts)
+
+
+def test_checkpointing_keeps_no_more_for_many_layers_than_for_one(monkeypatch):
+    most = {}
+    for layers in (1, 5):
+        backend = create_loopback()
+        model = strong_model(T2.replace(n_layers=layers), backend)
+        ids = random_ids(T2, (1, 4))
+        for on in (False, True):
+            call = partial(model.loss_and_grads, ids, ids, activation_checkpointing=on)
+            most[layers, on] = most_alive(monkeypatch, backend, call)
+    assert most[5, True] == most[1, True]
+    assert most[5, False] > most[1, False] + 4 * 6  # seven ops of a block keep something
+
+
+def test_nothing_stays_alive_after_a_step():
+    backend = create_loopback()
+    model = strong_model(T2, backend)
+    ids = random_ids(T2, (2, 5))
+    model.accumulate_gradients(ids, ids, scale=1.0)  # allocates the gradients
+    before = backend.live_tensors
+    for on in (False, True):
+        model.accumulate_gradients(ids, ids, scale=1.0, activation_checkpointing=on)
+        assert backend.live_tensors == before
+        assert backend.live_saved == 0
 
 
 def test_nothing_is_kept_where_no_gradient_is_wanted(backend, monkeypatch):
@@ -155,7 +197,7 @@ def test_a_step_sends_ids_and_reads_logits(backend):
 
 
 def test_a_model_runs_on_tensors_that_the_host_cannot_touch(tmp_path):
-    loopback, oracle = get_loopback(), get_backend("oracle")
+    loopback, oracle = create_loopback(), get_backend("oracle")
     sealed, plain = strong_model(T2, loopback), strong_model(T2, oracle)
     ids = random_ids(T2, (2, 9))
     mask = np.ones((2, 9), int)
@@ -172,9 +214,3 @@ def test_a_model_runs_on_tensors_that_the_host_cannot_touch(tmp_path):
     assert np.array_equal(sealed.generate(ids, 3, temperature=0), plain.generate(ids, 3, temperature=0))
     sealed.save(tmp_path)
     assert all(np.array_equal(w, plain.parameters()[name]) for name, w in sealed.parameters().items())
-
-
-def get_loopback():
-    from mamba_fast.testing.loopback import LoopbackBackend
-
-    return LoopbackBackend()
