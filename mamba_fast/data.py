@@ -31,9 +31,11 @@ _TOKEN_DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 _BATCH_DOCUMENTS = 1024
 _BATCH_CHARACTERS = 1 << 22
 
-# A fingerprint reads everything up to this many tokens, and evenly spread blocks beyond.
+# A fingerprint reads everything up to this many tokens; beyond, as many blocks as a slow disk fetches
+# in a second.
 _FINGERPRINT_TOKENS = 1 << 24
 _FINGERPRINT_BLOCK = 1 << 14
+_FINGERPRINT_SAMPLES = 64
 
 
 class TokenizerNeededError(ValueError):
@@ -82,6 +84,7 @@ class TokenData:
         self._stores = [_Store(*store) for store in stores]
         self._documents = np.asarray(documents, np.int64).reshape(-1, 3)
         self.eos_id = eos_id
+        self._fingerprint: str | None = None
         lengths = self._documents[:, 2] - self._documents[:, 1]
         self._ends = np.cumsum(lengths)
         self._starts = self._ends - lengths
@@ -164,14 +167,19 @@ class TokenData:
     def fingerprint(self) -> str:
         """A hash of the tokens and the documents' lengths: equal for equal data wherever it lies.
 
-        Data beyond 16 million tokens is sampled, in blocks spread evenly over it.
+        Data beyond 16 million tokens is sampled, in blocks spread evenly over it. Computed once.
         """
+        if self._fingerprint is None:
+            self._fingerprint = self._hash()
+        return self._fingerprint
+
+    def _hash(self) -> str:
         digest = hashlib.sha256()
         digest.update(repr((len(self), self.n_documents, self.eos_id)).encode())
         digest.update(self._ends.astype("<i8").tobytes())
         step = _FINGERPRINT_BLOCK
         blocks = -(-len(self) // step)
-        for block in evenly(blocks, _FINGERPRINT_TOKENS // step):
+        for block in evenly(blocks, 0 if len(self) <= _FINGERPRINT_TOKENS else _FINGERPRINT_SAMPLES):
             digest.update(self.read(block * step, min(len(self), (block + 1) * step)).astype("<i8").tobytes())
         return digest.hexdigest()
 
