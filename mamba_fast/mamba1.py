@@ -1,14 +1,15 @@
 """The Mamba-1 block (Gu and Dao 2023, section 3.4; SPEC 2 and 3): forward, backward, one step.
 
-    x ─ RMSNorm ─ in_proj ─┬─ xin ─ conv1d ─ SiLU ─ u ─┬─────────────┬─ scan ─ gate ─ out_proj ─ + ─ y
-    │                      │                           └─ x_proj ─┬──┤ B, C      │                │
-    │                      │                                      └──┘ dt_proj   │                │
-    │                      └─ z ─────────────────────────────────────────────────┘                │
-    └─────────────────────────────────────────────────────────────────────────────────────────────┘
+    normed      = RMSNorm(x)
+    xin, z      = in_proj(normed)
+    u           = SiLU(conv1d(xin))
+    low, B, C   = x_proj(u)
+    delta       = dt_proj(low)
+    y           = x + out_proj(scan(u, softplus(delta), A, B, C, D) * SiLU(z)),   A = -exp(A_log)
 
-The projections that read one input are one matrix product each (in_proj gives xin and z; x_proj
-gives delta, B and C); the parts are column views of the product, never copies. The backward pass
-writes the parts' gradients into columns of one tensor in the same way.
+What in_proj and x_proj give is one matrix product each; the parts are column views of it, never
+copies. The backward pass writes the parts' gradients into columns of one tensor in the same way.
+Softplus, skip and gate happen inside the scan op.
 """
 
 from __future__ import annotations
