@@ -82,7 +82,8 @@ def _refusal(method: str) -> Callable[..., NoReturn]:
 
 
 _ARITHMETIC = (
-    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "lshift", "rshift", "and", "or", "xor",
+    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"),
+    *("lshift", "rshift", "and", "or", "xor"),
 )  # fmt: skip
 _REFUSED = (
     *(prefix + name for name in _ARITHMETIC for prefix in ("", "r", "i")),
