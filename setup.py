@@ -1,12 +1,18 @@
-"""Extension modules only; everything else is in pyproject.toml."""
+"""Extension modules only; everything else is in pyproject.toml.
 
+MAMBA_FAST_NO_VARIANTS=1 leaves out the kernels for newer x86-64 processors, for a compiler that cannot
+make them.
+"""
+
+import os
+import platform
 import sys
 import sysconfig
 
 from Cython.Build import cythonize
 from setuptools import Extension, setup
 
-MODULES = ["_threads", "_scan", "_conv1d", "_pointwise", "_optim"]
+KERNELS = ["_scan", "_conv1d", "_pointwise", "_optim"]
 
 # The stable ABI of CPython 3.11 is the first that has typed memoryviews. Free-threaded builds have
 # no stable ABI before 3.15.
@@ -15,31 +21,58 @@ use_limited_api = not sysconfig.get_config_var("Py_GIL_DISABLED")
 
 if sys.platform == "win32":
     compile_args = ["/O2"]
+    variants = {"v3": ["/arch:AVX2"], "v4": ["/arch:AVX512"]}
 else:
     # No -ffast-math and nothing of its kind: it would delete the NaN guard and flush subnormals for
     # the whole process. The three switches only say that nobody reads errno or the FPU's exception
     # flags, and allow a*b+c in one rounding; loops vectorise no worse for that.
     compile_args = ["-O3", "-g0", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"]
+    variants = {
+        "v3": ["-march=x86-64-v3"],
+        "v4": ["-march=x86-64-v4", "-mprefer-vector-width=512"],
+    }
+
+# Each variant is a module of its own, so that no code for a newer processor runs where the dispatcher
+# (backends/_dispatch.py) did not ask for it. macOS on x86-64 is left at the baseline: its wheels may run
+# under emulation on arm64, where AVX is not to be had.
+if (
+    platform.machine().lower() not in ("x86_64", "amd64")
+    or sys.platform == "darwin"
+    or os.environ.get("MAMBA_FAST_NO_VARIANTS") == "1"
+):
+    variants = {}
 
 macros = [("Py_LIMITED_API", LIMITED_API)] if use_limited_api else []
 
-extensions = [
-    Extension(
+
+def extension(name, extra_args=(), extra_macros=()):
+    return Extension(
         f"mamba_fast.{name}",
         [f"mamba_fast/{name}.pyx"],
-        depends=["mamba_fast/_vecmath.h", "mamba_fast/_threads.pxd"],
+        depends=[
+            f"mamba_fast/{f}"
+            for f in ("_vecmath.h", "_cpu.h", "_threads.pxd", "_kernel.pxd", *(f"{kernel}.pyx" for kernel in KERNELS))
+        ],
         include_dirs=["mamba_fast"],
-        define_macros=macros,
-        extra_compile_args=compile_args,
+        define_macros=[*macros, *extra_macros],
+        extra_compile_args=[*compile_args, *extra_args],
         py_limited_api=use_limited_api,
     )
-    for name in MODULES
+
+
+extensions = [
+    extension("_cpu", extra_macros=[("MAMBA_FAST_VARIANTS", str(int(bool(variants))))]),
+    extension("_threads"),
+    *(extension(name) for name in KERNELS),
+    *(extension(f"{name}_{variant}", args) for name in KERNELS for variant, args in variants.items()),
 ]
 
+jobs = os.cpu_count() or 1
 setup(
     ext_modules=cythonize(
         extensions,
         build_dir="build/cython",
+        nthreads=jobs,
         compiler_directives={
             "language_level": 3,
             "boundscheck": False,
@@ -49,5 +82,8 @@ setup(
             "freethreading_compatible": True,
         },
     ),
-    options={"bdist_wheel": {"py_limited_api": "cp311"}} if use_limited_api else {},
+    options={
+        "build_ext": {"parallel": jobs},
+        **({"bdist_wheel": {"py_limited_api": "cp311"}} if use_limited_api else {}),
+    },
 )

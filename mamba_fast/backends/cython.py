@@ -9,17 +9,15 @@ products are the library's.
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from mamba_fast import checks
-from mamba_fast.backend import BackendUnavailableError, ScanGradients, Tensor
+from mamba_fast.backend import ScanGradients, Tensor
 from mamba_fast.backends._cython_memory import ArrayMemory
 from mamba_fast.backends._cython_saved import (
     ConvSaved,
@@ -31,14 +29,13 @@ from mamba_fast.backends._cython_saved import (
     read_saved,
 )
 from mamba_fast.backends._cython_tensors import apart, elements, f32, i32, rows
+from mamba_fast.backends._dispatch import Kernels, load_kernels
 
 __all__ = ["SERIAL_BELOW", "CythonBackend", "create_backend"]
 
 SERIAL_BELOW = 1 << 15
 """Fewest elementary operations (elements, times taps or states where an op has them) for which waking
 another thread costs less than it saves: about ten microseconds of work."""
-
-_KERNELS = ("_threads", "_scan", "_conv1d", "_pointwise", "_optim")
 
 
 def create_backend(*, threads: int | None = None) -> CythonBackend:
@@ -56,26 +53,17 @@ def create_backend(*, threads: int | None = None) -> CythonBackend:
     ValueError
         threads is not a positive integer
     BackendUnavailableError
-        a compiled module is missing or does not fit this Python
+        a compiled module is missing or does not fit this Python, or MAMBA_FAST_CPU names a variant of
+        the kernels that cannot run here
     """
     if threads is not None and (
         isinstance(threads, bool) or not isinstance(threads, int | np.integer) or threads < 1
     ):
         raise ValueError(f"threads must be a positive integer or None, got {threads!r}")
-    kernels = {name: _kernel(name) for name in _KERNELS}
+    kernels = load_kernels()
     if threads is None:
-        threads = _threads_from_environment() or kernels["_threads"].available_cpus()
+        threads = _threads_from_environment() or kernels.threads.available_cpus()
     return CythonBackend(kernels, int(threads))
-
-
-def _kernel(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(f"mamba_fast.{name}")
-    except ImportError as error:
-        raise BackendUnavailableError(
-            f"the compiled module mamba_fast.{name} cannot be imported ({error}); reinstall mamba-fast for "
-            "this Python, or in a checkout run: python setup.py build_ext --inplace"
-        ) from error
 
 
 def _threads_from_environment() -> int | None:
@@ -118,18 +106,20 @@ class CythonBackend(ArrayMemory):
 
     name = "cython"
 
-    def __init__(self, kernels: dict[str, ModuleType], threads: int) -> None:
+    def __init__(self, kernels: Kernels, threads: int) -> None:
         self.threads = threads
         """Threads that the kernels use for work that is large enough."""
-        self._scan = kernels["_scan"]
-        self._conv1d = kernels["_conv1d"]
-        self._pointwise = kernels["_pointwise"]
-        self._optim = kernels["_optim"]
+        self.variant = kernels.variant
+        """The instruction set that the kernels were compiled for: "baseline", "v3" or "v4"."""
+        self._scan = kernels.scan
+        self._conv1d = kernels.conv1d
+        self._pointwise = kernels.pointwise
+        self._optim = kernels.optim
 
     def describe(self) -> str:
         plural = "s" if self.threads > 1 else ""
         numpy = ".".join(np.__version__.split(".")[:2])
-        return f"cython: {self.threads} thread{plural}, baseline, numpy {numpy} ({_blas_name()})"
+        return f"cython: {self.threads} thread{plural}, {self.variant}, numpy {numpy} ({_blas_name()})"
 
     def _workers(self, work: int) -> int:
         return self.threads if work >= SERIAL_BELOW else 1
@@ -266,7 +256,7 @@ class CythonBackend(ArrayMemory):
         checks.rms_norm(x, w)
         f32("rms_norm", x=x, w=w)
         y = np.empty(x.shape, np.float32)
-        inv = np.empty(x.size // x.shape[-1], np.float32)
+        inv = np.empty(x.size // x.shape[-1], np.float64)
         self._pointwise.rms_norm(rows(x), w, eps, rows(y), inv, self._workers(x.size))
         return y, NormSaved(x, inv) if grad else None
 
