@@ -392,7 +392,7 @@ def scatter_add(
 cdef struct Norm:
     Rows x, y, dx
     const float *w          # or NULL: ones
-    float *inv              # (rows): 1 / sqrt(mean square + eps)
+    double *inv             # (rows): 1 / sqrt(mean square + eps)
     Py_ssize_t n_rows, cols
     double eps
     bint add_to_dx, want_dw
@@ -428,20 +428,23 @@ cdef inline double dot3_run(mf_in a, mf_in b, mf_in c, Py_ssize_t n) noexcept no
     return fold(lane)
 
 
+# The two terms of dx cancel where dy is nearly parallel to x (in a row of one element, always), so they
+# are subtracted in float64.
+
 cdef inline void norm_dx_run(
-    mf_out dx, mf_in dy, mf_in w, mf_in x, float inv, float pull, Py_ssize_t n
+    mf_out dx, mf_in dy, mf_in w, mf_in x, double inv, double pull, Py_ssize_t n
 ) noexcept nogil:
     cdef Py_ssize_t i
     for i in range(n):
-        dx[i] += dy[i] * w[i] * inv - x[i] * pull
+        dx[i] += <float> (<double> dy[i] * <double> w[i] * inv - <double> x[i] * pull)
 
 
 cdef inline void norm_unit_dx_run(
-    mf_out dx, mf_in dy, mf_in x, float inv, float pull, Py_ssize_t n
+    mf_out dx, mf_in dy, mf_in x, double inv, double pull, Py_ssize_t n
 ) noexcept nogil:
     cdef Py_ssize_t i
     for i in range(n):
-        dx[i] += dy[i] * inv - x[i] * pull
+        dx[i] += <float> (<double> dy[i] * inv - <double> x[i] * pull)
 
 
 cdef inline void norm_dw_run(mf_out dw, mf_in dy, mf_in x, float inv, Py_ssize_t n) noexcept nogil:
@@ -456,11 +459,11 @@ cdef void norm_task(void *ctx, Py_ssize_t task, int worker) noexcept nogil:
     cdef const float *x
     for r in range(task * each, min(job.n_rows, (task + 1) * each)):
         x = row(&job.x, r)
-        job.inv[r] = <float> (1.0 / sqrt(dot_run(x, x, job.cols) / <double> job.cols + job.eps))
+        job.inv[r] = 1.0 / sqrt(dot_run(x, x, job.cols) / <double> job.cols + job.eps)
         if job.w != NULL:
-            norm_run(row(&job.y, r), x, job.w, job.inv[r], job.cols)
+            norm_run(row(&job.y, r), x, job.w, <float> job.inv[r], job.cols)
         else:
-            norm_unit_run(row(&job.y, r), x, job.inv[r], job.cols)
+            norm_unit_run(row(&job.y, r), x, <float> job.inv[r], job.cols)
 
 
 cdef void norm_backward_task(void *ctx, Py_ssize_t task, int worker) noexcept nogil:
@@ -473,26 +476,26 @@ cdef void norm_backward_task(void *ctx, Py_ssize_t task, int worker) noexcept no
     cdef const float *x
     cdef const float *dy
     cdef float *dx
-    cdef float inv
-    cdef double wide, total
+    cdef double inv, total
     for r in range(first, stop):
         x, dy, dx, inv = row(&job.x, r), row(&job.y, r), row(&job.dx, r), job.inv[r]
-        wide = <double> inv
         if not job.add_to_dx:
             memset(dx, 0, n * sizeof(float))
         if job.w != NULL:
             total = dot3_run(dy, job.w, x, n)
-            norm_dx_run(dx, dy, job.w, x, inv, <float> (total * wide * wide * wide / <double> n), n)
+            norm_dx_run(dx, dy, job.w, x, inv, total * inv * inv * inv / <double> n, n)
         else:
             total = dot_run(dy, x, n)
-            norm_unit_dx_run(dx, dy, x, inv, <float> (total * wide * wide * wide / <double> n), n)
+            norm_unit_dx_run(dx, dy, x, inv, total * inv * inv * inv / <double> n, n)
         if job.want_dw:
-            norm_dw_run(acc, dy, x, inv, n)
+            norm_dw_run(acc, dy, x, <float> inv, n)
             if (r - first) % FLUSH == FLUSH - 1 or r == stop - 1:
                 flush_run(sums.partial + task * n, acc, n)
 
 
-def rms_norm(const float[:, :] x, const float[::1] w, double eps, float[:, :] y, float[::1] inv, int threads):
+def rms_norm(
+    const float[:, :] x, const float[::1] w, double eps, float[:, :] y, double[::1] inv, int threads,
+):
     """y = x * w * inv and inv = 1 / sqrt(mean(x^2) + eps) for each row; w (cols) or None."""
     cdef Norm job
     memset(&job, 0, sizeof(Norm))
@@ -506,7 +509,7 @@ def rms_norm(const float[:, :] x, const float[::1] w, double eps, float[:, :] y,
 
 
 def rms_norm_backward(
-    const float[:, :] dy, const float[:, :] x, const float[::1] w, const float[::1] inv, float[:, :] dx,
+    const float[:, :] dy, const float[:, :] x, const float[::1] w, const double[::1] inv, float[:, :] dx,
     bint add_to_dx, float[::1] dw, int threads,
 ):
     """Write dx, or add to it, and add to dw (cols) unless it is None."""
@@ -515,7 +518,7 @@ def rms_norm_backward(
     readable(&job.y, dy, "dy")
     readable(&job.x, x, "x")
     writable(&job.dx, dx, "dx")
-    job.inv, job.n_rows, job.cols = <float *> &inv[0], x.shape[0], x.shape[1]
+    job.inv, job.n_rows, job.cols = <double *> &inv[0], x.shape[0], x.shape[1]
     job.add_to_dx, job.want_dw = add_to_dx, dw is not None
     if w is not None:
         job.w = &w[0]
