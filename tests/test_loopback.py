@@ -25,7 +25,8 @@ def backend():
     "use",
     [
         np.asarray, np.array, np.exp, np.sum, len, iter, list, bool, float, int, complex, operator.index,
-        bytes, math.floor, round, abs, operator.neg, next, reversed, hash, pickle.dumps, copy.copy, copy.deepcopy,
+        bytes, math.floor, round, abs, operator.neg, next, reversed, hash,
+        pickle.dumps, copy.copy, copy.deepcopy,
         operator.itemgetter(0), operator.itemgetter(slice(None)), operator.itemgetter(...),
     ],
     ids=lambda use: getattr(use, "__name__", str(use)),
