@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -30,10 +31,12 @@ on_x86_64_linux = pytest.mark.skipif(
 
 def run(code: str, folder: Path) -> str:
     """Output of a program whose mamba_fast is the one in folder, an installed one notwithstanding."""
-    code = f"import sys; sys.path.insert(0, {str(folder)!r})\n{code}"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=120, check=False
-    )
+    # -S leaves out the .pth files, and with them the finder of an editable install, which would fill in
+    # the modules that are missing here.
+    paths = [str(folder), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    code = f"import sys; sys.path[:0] = {paths!r}\n{code}"
+    command = [sys.executable, "-S", "-c", code]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
