@@ -165,5 +165,5 @@ def schedule(config: TrainConfig, step: int, total: int) -> float:
     if config.schedule == "constant":
         return config.lr
     progress = (step - config.warmup_steps) / max(1, total - config.warmup_steps)
-    floor = config.lr * config.min_lr_ratio
-    return floor + (config.lr - floor) * 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
+    fallen = (1.0 - config.min_lr_ratio) * 0.5 * (1.0 - math.cos(math.pi * min(1.0, progress)))
+    return config.lr * (1.0 - fallen)

@@ -262,6 +262,7 @@ class _Run:
 
     def _loop(self, log: _Log, stop: _Stop, bar: tqdm) -> None:
         state, config = self.state, self.config
+        self._validate_if_due(log, stop)  # Ctrl-C may have come before it, in the run that is resumed
         clock = _Clock(state.tokens)
         while state.step < self.total and not stop.requested:
             step = state.step + 1
@@ -284,8 +285,7 @@ class _Run:
             if last:
                 break  # what is due at the end is `_finish`'s
             with clock.paused():
-                if _due(step, config.eval_every):
-                    self._validate(log, stop)
+                self._validate_if_due(log, stop)
                 if self.out is not None and _due(step, config.checkpoint_every):
                     self._save_checkpoint(log)
 
@@ -387,9 +387,14 @@ class _Run:
                 f"(now {self.config.lr:g}) or max_grad_norm"
             )
 
+    def _validate_if_due(self, log: _Log, stop: _Stop) -> None:
+        if self.state.step > 0 and _due(self.state.step, self.config.eval_every):
+            self._validate(log, stop)
+
     def _validate(self, log: _Log, stop: _Stop) -> None:
-        """Mean loss over windows spread evenly over the held-out data."""
-        if self.validation is None:
+        """Mean loss over windows spread evenly over the held-out data, unless this step has it already."""
+        validated = self.state.validated
+        if self.validation is None or (validated is not None and validated[0] == self.state.step):
             return
         chosen = evenly(len(self.validation), self.config.eval_windows)
         total, count = 0.0, 0
@@ -433,10 +438,9 @@ class _Run:
     def _finish(self, log: _Log, stop: _Stop) -> None:
         """The last validation, the last checkpoint and the finished model."""
         state, result = self.state, self.result
-        if state.validated is None or state.validated[0] != state.step:
-            self._validate(log, stop)
-            if stop.requested:
-                self._stop(log)
+        self._validate(log, stop)
+        if stop.requested:
+            self._stop(log)
         if not result.validation and state.validated is not None:
             result.validation.append(state.validated)  # of a run that was finished already
         result.steps, result.skipped, result.tokens = state.step, state.skipped, state.tokens

@@ -175,6 +175,8 @@ def find_checkpoint(resume: bool | str | os.PathLike[str], out: Path | None) -> 
         folder = out
     else:
         folder = Path(resume)
+        if not folder.is_dir():
+            raise FileNotFoundError(f"nothing to resume: there is no folder {folder}")
         if (folder / TRAINER_FILE).is_file():
             return folder
     found = _checkpoints(folder)
