@@ -40,7 +40,7 @@ def test_a_function_that_shares_its_modules_name_stays_a_function(name, first):
 
 
 def test_the_modules_of_those_functions_can_be_imported_from():
-    code = "import mamba_fast; mamba_fast.train; from mamba_fast.train import TrainResult as T; print(T.__name__)"
+    code = "import mamba_fast as m; m.train; from mamba_fast.train import TrainResult as T; print(T.__name__)"
     assert python(code) == "TrainResult"
 
 

@@ -103,6 +103,8 @@ def run(args: argparse.Namespace) -> None:
 
     if args.max_new_tokens < 0:
         raise UsageError(f"--max-new-tokens must be at least 0, got {args.max_new_tokens}")
+    if args.seed < 0:
+        raise UsageError(f"--seed must be at least 0, got {args.seed}")
     if "" in args.stop:
         raise UsageError("--stop must not be empty")
     Sampler(  # checks them before the model is read
@@ -119,7 +121,8 @@ def run(args: argparse.Namespace) -> None:
     tokens, seconds = 0, 0.0
     for sample in range(args.samples):
         if args.samples > 1:
-            write(f"{'' if sample == 0 else chr(10)}--- sample {sample + 1}, seed {args.seed + sample} ---\n")
+            gap = "\n" if sample else ""
+            write(f"{gap}--- sample {sample + 1}, seed {args.seed + sample} ---\n")
         started = time.perf_counter()
         tokens += _write_sample(args, model, tokenizer, prompt, args.seed + sample)
         seconds += time.perf_counter() - started
