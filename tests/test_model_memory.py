@@ -132,7 +132,7 @@ def test_nothing_is_kept_where_no_gradient_is_wanted(backend, monkeypatch):
 
 def test_a_checkpointed_layer_costs_one_input_of_memory():
     config = MambaConfig(vocab_size=16, d_model=32, n_layers=2)
-    ids = random_ids(config, (2, 256))
+    ids = random_ids(config, (2, 128))
     peaks = {}
     for layers in (2, 10):
         model = strong_model(config.replace(n_layers=layers), "cython")
@@ -153,7 +153,7 @@ def test_a_checkpointed_layer_costs_one_input_of_memory():
 
 def test_logits_of_all_positions_are_never_held_in_training():
     config = MambaConfig(vocab_size=20_000, d_model=4, n_layers=1)
-    ids = random_ids(config, (4, 512))
+    ids = random_ids(config, (2, 512))
     model = strong_model(config, "cython")
     model.accumulate_gradients(ids, ids, scale=1.0)
     tracemalloc.start()
