@@ -12,7 +12,7 @@ from mamba_fast.registry import get_backend
 from mamba_fast.testing.cases import Arrays
 from mamba_fast.testing.tolerances import relative_l2, tolerance
 
-__all__ = ["Checks", "case_names", "doubled", "pieces"]
+__all__ = ["Checks", "case_names", "covers", "doubled", "pieces"]
 
 # Results of a forward op; everything else that an op gives is a gradient.
 _OUTPUTS = frozenset({"y", "final_state", "losses", "norm", "params", "m", "v"})
@@ -21,6 +21,13 @@ _OUTPUTS = frozenset({"y", "final_state", "losses", "norm", "params", "m", "v"})
 def case_names(case: Any) -> str:
     """A case's name in a test's id."""
     return case.name
+
+
+def covers(entry: str, name: str) -> bool:
+    """Whether an entry of `unsupported` is about the test of this name (without `test_`)."""
+    words, bracket, parameters = entry.partition("[")
+    test, _, test_parameters = name.partition("[")
+    return f"{test}_".startswith(f"{words}_") and (not bracket or parameters == test_parameters)
 
 
 def doubled(results: Arrays, *names: str) -> Arrays:
@@ -44,9 +51,9 @@ class Checks:
     """Options of the backend's factory."""
 
     unsupported: ClassVar[dict[str, str]] = {}
-    """What the backend cannot do yet: the name of a test without `test_`, with or without its
-    parameters in brackets, and the reason. Such a test is reported as an expected failure; once it
-    passes, its entry is an error."""
+    """What the backend cannot do yet, and why: the name of a test without `test_`, or the words that it
+    begins with, and parameters in brackets where it is about those alone ("cast[bf16]"). Such a test is
+    reported as an expected failure; once it passes, its entry is an error. The longest entry decides."""
 
     _made: ClassVar[Backend | None] = None
 
@@ -66,10 +73,10 @@ class Checks:
     @pytest.fixture(autouse=True)
     def _expect_failure_where_unsupported(self, request: pytest.FixtureRequest) -> None:
         name = request.node.name.removeprefix("test_")
-        for key in (name, name.partition("[")[0]):
-            if key in self.unsupported:
-                request.node.add_marker(pytest.mark.xfail(reason=self.unsupported[key], strict=True))
-                return
+        entries = [key for key in self.unsupported if covers(key, name)]
+        if entries:
+            reason = self.unsupported[max(entries, key=len)]
+            request.node.add_marker(pytest.mark.xfail(reason=reason, strict=True))
 
     def assert_matches(self, actual: Arrays, expected: Arrays) -> None:
         """Every tensor is within the tolerance of its kind; all that are not are named."""
