@@ -106,11 +106,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _report(command: str, error: Exception) -> int:
     """One line on stderr; the exit code."""
-    from mamba_fast.backend import BackendError
-
-    expected = (
-        ValueError, OSError, BackendError, FailedError, ModuleNotFoundError, FloatingPointError, MemoryError,
+    expected: tuple[type[Exception], ...] = (
+        ValueError, OSError, FailedError, ModuleNotFoundError, FloatingPointError, MemoryError,
     )  # fmt: skip
+    if "mamba_fast.backend" in sys.modules:  # else none of its errors can have been raised
+        expected += (sys.modules["mamba_fast.backend"].BackendError,)
     if isinstance(error, expected):
         print(f"mamba-fast {command}: error: {_one_line(error)}", file=sys.stderr)
         return 2

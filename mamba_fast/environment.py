@@ -1,4 +1,7 @@
-"""What is installed and what runs here: the report that belongs in every question and bug report."""
+"""What is installed and what runs here: the report that belongs in every question and bug report.
+
+Everything is imported where it is asked, numpy included: the report is to be had when that fails.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,6 @@ import sys
 from collections.abc import Callable
 from importlib import metadata
 from typing import Any, TextIO
-
-from mamba_fast.registry import get_backend, list_backends
 
 __all__ = ["environment", "show_config"]
 
@@ -34,7 +35,7 @@ def environment() -> dict[str, Any]:
         "numpy": _attempt(_numpy),
         "packages": {name: _attempt(lambda name=name: _installed(name)) for name in _PACKAGES},
         "backends": _attempt(_backends),
-        "auto": _attempt(lambda: get_backend("auto").name),
+        "auto": _attempt(_auto),
         "variables": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLES)},
     }
 
@@ -112,7 +113,15 @@ def _numpy() -> dict[str, str]:
     return {"version": numpy.__version__, "blas": blas}
 
 
+def _auto() -> str:
+    from mamba_fast.registry import get_backend
+
+    return get_backend("auto").name
+
+
 def _backends() -> list[dict[str, Any]]:
+    from mamba_fast.registry import list_backends
+
     return [
         {
             "name": row.name,

@@ -152,11 +152,28 @@ def test_info_works_when_no_backend_does(cli, monkeypatch):
     def broken(*args, **options):
         raise RuntimeError("out of order")
 
-    monkeypatch.setattr("mamba_fast.environment.list_backends", broken)
-    monkeypatch.setattr("mamba_fast.environment.get_backend", broken)
+    monkeypatch.setattr("mamba_fast.registry.list_backends", broken)
+    monkeypatch.setattr("mamba_fast.registry.get_backend", broken)
     code, out, err = cli("info")
     assert (code, err) == (0, "")
     assert "RuntimeError: out of order" in out
+
+
+def test_info_works_without_numpy():
+    code = (
+        "import sys; sys.modules['numpy'] = None; import mamba_fast.cli as cli; sys.exit(cli.main(['info']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "import of numpy halted" in done.stdout
+
+
+def test_info_about_a_damaged_model_reports_and_fails(cli, tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"not one")
+    code, out, err = cli("info", tmp_path)
+    assert code == 2
+    assert "backends" in out
+    assert "not a safetensors file" in err
 
 
 def test_info_about_a_backend_that_is_not_there_reports_and_fails(cli):

@@ -13,6 +13,7 @@ import pytest
 
 import mamba_fast
 from mamba_fast import environment as environment_module
+from mamba_fast import registry
 from mamba_fast.environment import environment, format_environment
 
 
@@ -110,8 +111,10 @@ def test_the_report_survives_when_everything_it_asks_is_broken(monkeypatch):
     def broken(*args, **options):
         raise RuntimeError("out of order")
 
-    for name in ("list_backends", "get_backend", "_numpy", "_cpus", "_installed"):
+    for name in ("_numpy", "_cpus", "_installed"):
         monkeypatch.setattr(environment_module, name, broken)
+    for name in ("list_backends", "get_backend"):
+        monkeypatch.setattr(registry, name, broken)
     monkeypatch.setattr(environment_module.platform, "platform", broken)
     text = format_environment(environment())
     assert text.count("RuntimeError: out of order") >= 6

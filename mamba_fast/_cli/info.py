@@ -34,16 +34,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     from mamba_fast.environment import environment, format_environment
 
-    model = None if args.model is None else describe_model(model_folder(args.model))
+    folder = None if args.model is None else model_folder(args.model)
     report = environment()
     if args.json:
-        write(json.dumps(report if model is None else {**report, "model": model}, indent=2) + "\n")
+        if folder is not None:
+            report["model"] = describe_model(folder)
+        write(json.dumps(report, indent=2) + "\n")
     else:
+        # First the report, which cannot fail; then what can.
         write(format_environment(report) + "\n")
-        if model is not None:
-            write(format_model(args.model, model))
+        if folder is not None:
+            write(format_model(folder, describe_model(folder)))
     if args.backend or args.threads or os.environ.get(BACKEND_VARIABLE):
-        # Last, because it may fail: the report must not.
         chosen = choose_backend(args).describe()
         if not args.json:
             write(f"asked for   {chosen}\n")
