@@ -18,6 +18,7 @@ from mamba_fast.data import IGNORED, Windows, load_data
 from mamba_fast.metrics import read_log
 from mamba_fast.model import MambaLM, load_model
 from mamba_fast.registry import get_backend
+from mamba_fast.testing.loopback import create_backend as create_loopback
 from mamba_fast.testing.tolerances import relative_l2
 from mamba_fast.tokenizer import ByteTokenizer, load_tokenizer
 from mamba_fast.train import TrainingDivergedError, TrainResult, train
@@ -310,6 +311,36 @@ def test_all_losses_are_kept_however_rarely_they_are_read():
     often = run(config.replace(log_every=1), model).losses
     assert len(seldom) == 150
     assert seldom == often
+
+
+def test_training_needs_nothing_of_a_backend_but_the_contract(tmp_path):
+    config = SHORT.replace(
+        steps=3, batch_size=1, grad_accumulation=2, seq_len=7, log_every=2, eval_every=2, eval_windows=2,
+        checkpoint_every=1, validation_fraction=0.1,
+    )  # fmt: skip
+    digests = set()
+    for name, backend in (("loopback", create_loopback()), ("oracle", get_backend("oracle"))):
+        run(config.replace(steps=2), MambaLM(CONFIG, backend), out=tmp_path / name)
+        model = MambaLM(CONFIG, backend, seed=1)
+        run(config, model, out=tmp_path / name, resume=True)
+        digests.add(digest(model))
+    assert len(digests) == 1
+
+
+def test_no_tensor_outlives_its_step():
+    backend = create_loopback()
+    model = MambaLM(CONFIG, backend)
+    live: list[int] = []
+    real = model.accumulate_gradients
+
+    def counted(*args: Any, **options: Any) -> Tensor:
+        live.append(backend.live_tensors)
+        return real(*args, **options)
+
+    model.accumulate_gradients = counted  # type: ignore[method-assign]
+    run(SHORT.replace(steps=5, batch_size=1, seq_len=5, log_every=0), model)
+    assert len(live) == 5
+    assert len(set(live[1:])) == 1
 
 
 # ---- what a run leaves ------------------------------------------------------------------------------
