@@ -39,11 +39,14 @@ $(VENV)/.made:
 $(VENV)/.installed: $(VENV)/.made pyproject.toml gpu_plugin/pyproject.toml
 	@echo "Installing mamba-fast and mamba-fast-wgpu, both editable, with the tests' dependencies ..."
 	@$(PIP) install --no-build-isolation -e '.[test]' -e ./gpu_plugin
-	@touch $@
+	@touch $(VENV)/.kernels $@
 
+# An installation has just built them, so the recipe looks for itself whether something is newer.
 $(VENV)/.kernels: $(VENV)/.installed setup.py $(KERNELS)
-	@echo "Building the kernels that changed ..."
-	@$(PY) setup.py --quiet build_ext --inplace
+	@if [ ! -e $@ ] || [ -n "$$(find setup.py $(KERNELS) -newer $@)" ]; then \
+		echo "Building the kernels that changed ..."; \
+		$(PY) setup.py --quiet build_ext --inplace; \
+	fi
 	@touch $@
 
 $(VENV)/.linters: $(VENV)/.made pyproject.toml

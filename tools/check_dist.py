@@ -12,12 +12,12 @@ import zipfile
 from pathlib import Path
 
 MAX_WHEEL_BYTES = 5_000_000
-KERNELS = ("_threads", "_scan", "_conv1d", "_pointwise", "_optim")
+PACKAGE = Path(__file__).parent.parent / "mamba_fast"
+SOURCES = sorted(path.name for pattern in ("*.pyx", "*.pxd", "*.h") for path in PACKAGE.glob(pattern))
+MODULES = sorted(path.stem for path in PACKAGE.glob("*.pyx"))
 
 SDIST_MUST_HAVE = (
-    *(f"mamba_fast/{name}.pyx" for name in KERNELS),
-    "mamba_fast/_threads.pxd",
-    "mamba_fast/_vecmath.h",
+    *(f"mamba_fast/{name}" for name in SOURCES),
     "mamba_fast/py.typed",
     "mamba_fast/backends/cython.py",
     "mamba_fast/testing/conformance.py",
@@ -35,7 +35,7 @@ SDIST_MUST_HAVE = (
 SDIST_MUST_NOT_HAVE = ("*.c", "*.so", "*.pyd", "*.pyc", "build/*", "gpu_plugin/*", ".venv/*", "demo-out/*")
 
 WHEEL_MUST_HAVE = (
-    *(f"mamba_fast/{name}.*" for name in KERNELS),
+    *(f"mamba_fast/{name}.*" for name in MODULES),
     "mamba_fast/py.typed",
     "mamba_fast/backends/cython.py",
     "mamba_fast/testing/conformance.py",
