@@ -12,7 +12,7 @@ import sysconfig
 from Cython.Build import cythonize
 from setuptools import Extension, setup
 
-KERNELS = ["_scan", "_conv1d", "_pointwise", "_optim"]
+KERNELS = ["_scan", "_conv1d", "_pointwise", "_optim", "_vecmath"]
 
 # The stable ABI of CPython 3.11 is the first that has typed memoryviews. Free-threaded builds have
 # no stable ABI before 3.15.
