@@ -155,7 +155,10 @@ def _blocks(
     grad: bool,
     activation_checkpointing: bool = False,
 ) -> tuple[Tensor, list[LayerState], Backprop | None]:
-    """Embedding and all blocks: ids (B, L) -> x (B, L, d_model), final states, backprop(dx)."""
+    """Embedding and all blocks: ids (B, L) -> x (B, L, d_model), final states, backprop(dx).
+
+    The final states are those of the layers where `states` was given; else the list is empty.
+    """
     x, back_embedding = layers.embedding(backend, ids, params["embedding"], grad=grad)
     backprops = [back_embedding]
     final_states = []
@@ -172,7 +175,8 @@ def _blocks(
         )
         x, final_state, backprop = _checkpointed(run) if grad and activation_checkpointing else run(grad=grad)
         backprops.append(backprop)
-        final_states.append(final_state)
+        if states is not None:
+            final_states.append(final_state)
 
     def backprop_all(dx: Tensor) -> None:
         while backprops:  # popped, so that a block's internals go as soon as it is done
