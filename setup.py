@@ -42,6 +42,10 @@ if (
 ):
     variants = {}
 
+# The code behind memoryviews, once for all modules instead of once in each: it is most of what there is
+# to compile.
+SHARED = "mamba_fast._cyutility"
+
 macros = [("Py_LIMITED_API", LIMITED_API)] if use_limited_api else []
 
 
@@ -61,6 +65,13 @@ def extension(name, extra_args=(), extra_macros=()):
 
 
 extensions = [
+    Extension(
+        SHARED,
+        ["mamba_fast/_cyutility.c"],
+        define_macros=macros,
+        extra_compile_args=compile_args,
+        py_limited_api=use_limited_api,
+    ),
     extension("_cpu", extra_macros=[("MAMBA_FAST_VARIANTS", str(int(bool(variants))))]),
     extension("_threads"),
     *(extension(name) for name in KERNELS),
@@ -73,6 +84,7 @@ setup(
         extensions,
         build_dir="build/cython",
         nthreads=jobs,
+        shared_utility_qualified_name=SHARED,
         compiler_directives={
             "language_level": 3,
             "boundscheck": False,
