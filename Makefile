@@ -33,7 +33,7 @@ $(VENV)/.made:
 	@$(PYTHON) tools/preflight.py
 	@echo "Setting up $(VENV) (once; a minute or two) ..."
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) install 'setuptools>=77' 'Cython>=3.1'
+	@$(PIP) install 'setuptools>=77' 'Cython>=3.2'
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.made pyproject.toml gpu_plugin/pyproject.toml
@@ -49,8 +49,11 @@ $(VENV)/.kernels: $(VENV)/.installed setup.py $(KERNELS)
 	fi
 	@touch $@
 
+# The extra "dev" without the package itself, which would be built for it.
+DEV := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["dev"])
+
 $(VENV)/.linters: $(VENV)/.made pyproject.toml
-	@$(PIP) install --no-build-isolation -e '.[dev]'
+	@$(PIP) install $$($(PY) -c '$(DEV)')
 	@touch $@
 
 # ---- what people run ----
@@ -72,7 +75,7 @@ bench: $(VENV)/.kernels
 lint: $(VENV)/.linters
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
-	@$(VENV)/bin/cython-lint mamba_fast
+	@PATH="$(abspath $(VENV))/bin:$$PATH" cython-lint mamba_fast
 
 format: $(VENV)/.linters
 	@$(VENV)/bin/ruff check --fix .
