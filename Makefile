@@ -8,7 +8,7 @@ ARGS    ?=
 
 PY      := $(VENV)/bin/python
 PIP     := $(PY) -m pip --quiet --disable-pip-version-check
-KERNELS := $(wildcard mamba_fast/*.pyx mamba_fast/*.pxd mamba_fast/*.h)
+KERNELS := $(wildcard mamba_fast/*.pyx mamba_fast/*.pxi mamba_fast/*.pxd mamba_fast/*.h)
 # Taken when make starts, so that the demo can leave out of its training time what the set-up took.
 STARTED := $(shell date +%s)
 

@@ -8,6 +8,7 @@ import os
 import platform
 import sys
 import sysconfig
+from glob import glob
 
 from Cython.Build import cythonize
 from setuptools import Extension, setup
@@ -46,6 +47,9 @@ if (
 # to compile.
 SHARED = "mamba_fast._cyutility"
 
+# What a module is made of beside its .pyx: setuptools rebuilds what is older than any of these.
+SOURCES = sorted(path for ending in ("pyx", "pxi", "pxd", "h") for path in glob(f"mamba_fast/*.{ending}"))
+
 macros = [("Py_LIMITED_API", LIMITED_API)] if use_limited_api else []
 
 
@@ -53,10 +57,7 @@ def extension(name, extra_args=(), extra_macros=()):
     return Extension(
         f"mamba_fast.{name}",
         [f"mamba_fast/{name}.pyx"],
-        depends=[
-            f"mamba_fast/{f}"
-            for f in ("_vecmath.h", "_cpu.h", "_threads.pxd", "_kernel.pxd", *(f"{kernel}.pyx" for kernel in KERNELS))
-        ],
+        depends=SOURCES,
         include_dirs=["mamba_fast"],
         define_macros=[*macros, *extra_macros],
         extra_compile_args=[*compile_args, *extra_args],

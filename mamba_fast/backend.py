@@ -247,9 +247,7 @@ class Backend(ABC):
         summed over its rows. Returns dx, or None with need_dx=False."""
 
     @abstractmethod
-    def rms_norm(
-        self, x: Tensor, w: Tensor | None, eps: float, *, grad: bool = True
-    ) -> tuple[Tensor, Any]:
+    def rms_norm(self, x: Tensor, w: Tensor | None, eps: float, *, grad: bool = True) -> tuple[Tensor, Any]:
         """y = x * w / sqrt(mean(x^2, last axis) + eps): x (..., D), w (D) or None (ones) -> y, saved."""
 
     @abstractmethod
@@ -434,7 +432,13 @@ class Backend(ABC):
     # ---- with default bodies ------------------------------------------------------------------
 
     def conv1d_step(
-        self, x: Tensor, state: Tensor, w: Tensor, bias: Tensor | None = None, *, activation: str | None = "silu"
+        self,
+        x: Tensor,
+        state: Tensor,
+        w: Tensor,
+        bias: Tensor | None = None,
+        *,
+        activation: str | None = "silu",
     ) -> Tensor:
         """One step of `conv1d`: x (B, E), state (B, K-1, E) -> y (B, E). Updates state."""
         batch, width = x.shape

@@ -71,8 +71,8 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor | None, accumu
 
 
 def linear_backward(
-    dy: Tensor, x_shape: Sequence[int], w: Tensor, dw: Tensor | None, dbias: Tensor | None, out: Tensor | None,
-    accumulate: bool,
+    dy: Tensor, x_shape: Sequence[int], w: Tensor, dw: Tensor | None, dbias: Tensor | None,
+    out: Tensor | None, accumulate: bool,
 ) -> None:  # fmt: skip
     o, i = _rank("linear_backward", "w", w, 2, "(O, I)")
     _expect("linear_backward", "dy", dy, (*x_shape[:-1], o), "(..., O)")
@@ -89,7 +89,12 @@ def rms_norm(x: Tensor, w: Tensor | None) -> None:
 
 
 def rms_norm_backward(
-    dy: Tensor, x_shape: Sequence[int], w: Tensor | None, dw: Tensor | None, out: Tensor | None, accumulate: bool
+    dy: Tensor,
+    x_shape: Sequence[int],
+    w: Tensor | None,
+    dw: Tensor | None,
+    out: Tensor | None,
+    accumulate: bool,
 ) -> None:
     op = "rms_norm_backward"
     _expect(op, "dy", dy, tuple(x_shape), "(..., D)")
@@ -215,8 +220,8 @@ def adamw_(
 ) -> None:  # fmt: skip
     if not len(params) == len(grads) == len(m) == len(v) == len(weight_decay):
         raise ValueError(
-            f"adamw_: params, grads, m, v and weight_decay have lengths {len(params)}, {len(grads)}, {len(m)}, "
-            f"{len(v)} and {len(weight_decay)}, expected equal ones"
+            f"adamw_: params, grads, m, v and weight_decay have lengths {len(params)}, {len(grads)}, "
+            f"{len(m)}, {len(v)} and {len(weight_decay)}, expected equal ones"
         )
     for i, (p, g, mi, vi) in enumerate(zip(params, grads, m, v, strict=True)):
         for name, tensor in (("grads", g), ("m", mi), ("v", vi)):

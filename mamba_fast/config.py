@@ -31,7 +31,9 @@ class _Config:
         missing = [
             f.name
             for f in dataclasses.fields(cls)  # type: ignore[arg-type]
-            if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING and f.name not in values
+            if f.default is dataclasses.MISSING
+            and f.default_factory is dataclasses.MISSING
+            and f.name not in values
         ]
         if missing:
             raise ValueError(f"{cls.__name__} lacks {', '.join(missing)}")
@@ -52,7 +54,9 @@ class _Config:
 
     def replace(self: C, **changes: Any) -> C:
         """A copy with some fields changed, validated again."""
-        return self.from_dict({**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)}, **changes})  # type: ignore[arg-type]
+        return self.from_dict(
+            {**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)}, **changes}
+        )  # type: ignore[arg-type]
 
 
 def _check_int(config: object, name: str, low: int) -> None:
@@ -63,14 +67,15 @@ def _check_int(config: object, name: str, low: int) -> None:
         raise ValueError(f"{name} must be at least {low}, got {value}")
 
 
-def _check_float(config: object, name: str, low: float, high: float = math.inf, *, open_low: bool = False) -> None:
+def _check_float(
+    config: object, name: str, low: float, high: float = math.inf, *, open_low: bool = False
+) -> None:
     value = getattr(config, name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"{name} must be a finite number, got {value!r}")
     if value < low or value > high or (open_low and value == low):
-        raise ValueError(
-            f"{name} must be in {'(' if open_low else '['}{low:g}, {high:g}{')' if high == math.inf else ']'}, got {value!r}"
-        )
+        interval = f"{'(' if open_low else '['}{low:g}, {high:g}{')' if high == math.inf else ']'}"
+        raise ValueError(f"{name} must be in {interval}, got {value!r}")
 
 
 def _check_bool(config: object, name: str) -> None:
@@ -80,7 +85,9 @@ def _check_bool(config: object, name: str) -> None:
 
 def _check_choice(config: object, name: str, choices: tuple[Any, ...]) -> None:
     if getattr(config, name) not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {getattr(config, name)!r}")
+        raise ValueError(
+            f"{name} must be one of {', '.join(map(repr, choices))}, got {getattr(config, name)!r}"
+        )
 
 
 @dataclass(frozen=True)
@@ -127,9 +134,8 @@ class MambaConfig(_Config):
         _check_choice(self, "discretization", ("zoh", "euler"))
         _check_choice(self, "init", ("mamba", "original"))
         _check_float(self, "norm_eps", 0.0, 1.0, open_low=True)
-        for name in (
-            "tie_embeddings", "use_bias", "use_conv_bias", "use_x_proj_bias", "use_lm_head_bias", "train_lm_head_bias",
-        ):  # fmt: skip
+        switches = [f.name for f in dataclasses.fields(self) if f.type == "bool"]
+        for name in switches:
             _check_bool(self, name)
         if self.train_lm_head_bias and not self.use_lm_head_bias:
             raise ValueError("train_lm_head_bias=True contradicts use_lm_head_bias=False")
@@ -206,8 +212,14 @@ class TrainConfig(_Config):
         for name in ("batch_size", "seq_len", "grad_accumulation"):
             _check_int(self, name, 1)
         for name in (
-            "warmup_steps", "seed", "eval_every", "eval_windows", "log_every", "checkpoint_every", "keep_checkpoints",
-        ):  # fmt: skip
+            "warmup_steps",
+            "seed",
+            "eval_every",
+            "eval_windows",
+            "log_every",
+            "checkpoint_every",
+            "keep_checkpoints",
+        ):
             _check_int(self, name, 0)
         _check_float(self, "epochs", 0.0, open_low=True)
         _check_float(self, "lr", 0.0)

@@ -13,7 +13,8 @@ from pathlib import Path
 
 MAX_WHEEL_BYTES = 5_000_000
 PACKAGE = Path(__file__).parent.parent / "mamba_fast"
-SOURCES = sorted(path.name for pattern in ("*.pyx", "*.pxd", "*.h") for path in PACKAGE.glob(pattern))
+ENDINGS = ("*.pyx", "*.pxi", "*.pxd", "*.h")
+SOURCES = sorted(path.name for ending in ENDINGS for path in PACKAGE.glob(ending))
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.pyx"))
 
 SDIST_MUST_HAVE = (
@@ -42,7 +43,7 @@ WHEEL_MUST_HAVE = (
     "mamba_fast-*.dist-info/entry_points.txt",
     "mamba_fast-*.dist-info/licenses/LICENSE",
 )
-WHEEL_MUST_NOT_HAVE = ("*.pyx", "*.pxd", "*.h", "*.c", "tests/*", "bench/*", "examples/*")
+WHEEL_MUST_NOT_HAVE = ("*.pyx", "*.pxi", "*.pxd", "*.h", "*.c", "tests/*", "bench/*", "examples/*")
 
 
 def faults(names: list[str], must_have: tuple[str, ...], must_not_have: tuple[str, ...]) -> list[str]:
