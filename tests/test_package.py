@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import platform
 import re
@@ -20,7 +21,7 @@ import mamba_fast
 
 PACKAGE = Path(mamba_fast.__file__).parent
 ROOT = PACKAGE.parent
-KERNELS = ("_threads", "_scan", "_conv1d", "_pointwise", "_optim")
+KERNELS = ("_cpu", "_cyutility", "_threads", "_scan", "_conv1d", "_pointwise", "_optim", "_vecmath")
 
 in_checkout = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="needs a checkout (setup.py)")
 on_x86_64_linux = pytest.mark.skipif(
@@ -98,7 +99,7 @@ def test_subnormal_numbers_survive_the_kernels():
     # Fast-math code, linked in anywhere, would set the processor to flush them for the whole process.
     tiny = np.float32(1e-40)
     for name in KERNELS:
-        __import__(f"mamba_fast.{name}")
+        importlib.import_module(f"mamba_fast.{name}")
     backend = mamba_fast.get_backend("cython")
     total = backend.to_host(backend.add(backend.from_host([tiny]), backend.from_host([tiny])))
     assert total[0] == tiny * np.float32(2) != 0
