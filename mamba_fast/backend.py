@@ -20,14 +20,14 @@ Rules that every op obeys
 4. Gradients of activations are returned, or written to `out=`/`*_out=`. **Gradients of parameters
    are ADDED to the tensors passed in; None means frozen and costs nothing.**
 5. An op may be asynchronous. Only `to_host` and `synchronize` wait.
-6. Nothing written may overlap anything read. An op whose name ends in `_` updates operands in
-   place; its docstring says which. `accumulate=True` adds into `out`.
+6. Nothing written may overlap anything read; where that could spoil a result it is a ValueError that
+   says what overlaps. An op whose name ends in `_` updates operands in place; its docstring says
+   which. `accumulate=True` adds into `out`.
 7. Shapes are checked before work is queued; a wrong one raises ValueError naming the op, the
    argument, its shape and the expected shape.
 8. The same inputs on the same device give the same bits, for a CPU backend at any thread count
    (matrix products are the library's).
 9. No hidden host transfers: `backend.transfers` counts `from_host` and `to_host` calls.
-
 10. Every extent is at least 1, with one exception: with a single tap (K = 1) the convolution state
     is (B, 0, E), which every op that takes or returns that state accepts.
 """
