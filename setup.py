@@ -75,6 +75,7 @@ extensions = [
     ),
     extension("_cpu", extra_macros=[("MAMBA_FAST_VARIANTS", str(int(bool(variants))))]),
     extension("_threads"),
+    extension("_gemm"),
     *(extension(name) for name in KERNELS),
     *(extension(f"{name}_{variant}", args) for name in KERNELS for variant, args in variants.items()),
 ]

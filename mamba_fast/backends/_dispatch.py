@@ -18,10 +18,12 @@ __all__ = ["Kernels", "load_kernels", "runnable_variants"]
 
 
 class Kernels(NamedTuple):
-    """The compiled modules of one variant; `threads` is the pool, which has only one."""
+    """The compiled modules of one variant; `threads` is the pool and `gemm` the matrix
+    product on it, which have only one."""
 
     variant: str
     threads: ModuleType
+    gemm: ModuleType
     scan: ModuleType
     conv1d: ModuleType
     pointwise: ModuleType
@@ -50,6 +52,7 @@ def load_kernels() -> Kernels:
     return Kernels(
         variant,
         _module("_threads"),
+        _module("_gemm"),
         *(_module(f"{name}{suffix}") for name in ("_scan", "_conv1d", "_pointwise", "_optim")),
     )
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from mamba_fast import checks
 from mamba_fast.backend import ScanGradients, Tensor
+from mamba_fast.backends._blas import find_openblas, multiply_with_numpy
 from mamba_fast.backends._cython_memory import ArrayMemory
 from mamba_fast.backends._cython_saved import (
     ConvSaved,
@@ -95,12 +96,6 @@ def _check_ids(op: str, name: str, ids: np.ndarray, stop: int) -> None:
         raise ValueError(f"{op}: {name} {wrong} is outside 0 to {stop - 1}")
 
 
-def _product(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-    """a @ b. Transposed and column views go to BLAS as they are; NaN and infinity are no warnings."""
-    with np.errstate(all="ignore"):
-        return np.matmul(a, b, out=out)
-
-
 class CythonBackend(ArrayMemory):
     """See the module's docstring; the ops are described in `mamba_fast.backend`."""
 
@@ -115,6 +110,8 @@ class CythonBackend(ArrayMemory):
         self._conv1d = kernels.conv1d
         self._pointwise = kernels.pointwise
         self._optim = kernels.optim
+        self._gemm = kernels.gemm
+        self._openblas = find_openblas()
 
     def describe(self) -> str:
         plural = "s" if self.threads > 1 else ""
@@ -123,6 +120,23 @@ class CythonBackend(ArrayMemory):
 
     def _workers(self, work: int) -> int:
         return self.threads if work >= SERIAL_BELOW else 1
+
+    def _multiply(
+        self,
+        a: np.ndarray,
+        trans_a: bool,
+        b: np.ndarray,
+        trans_b: bool,
+        out: np.ndarray,
+        alpha: float,
+        accumulate: bool,
+    ) -> None:
+        """out = alpha op(a) op(b), or added to out; op transposes if asked to. All matrices."""
+        beta = 1.0 if accumulate else 0.0
+        if self._openblas is None:
+            multiply_with_numpy(a, trans_a, b, trans_b, out, alpha, beta)
+        else:
+            self._gemm.product(*self._openblas, a, trans_a, b, trans_b, out, alpha, beta, self.threads)
 
     # ---- elementwise and sums -----------------------------------------------------------------
 
@@ -204,17 +218,9 @@ class CythonBackend(ArrayMemory):
         else:
             apart("linear", {"out": out}, {"x": x, "w": w, "bias": bias})
         y = rows(out)
-        threads = self._workers(out.size)
-        if accumulate:
-            product = _product(rows(x), w.T)
-            if bias is not None:
-                self._pointwise.scale_and_bias(product, alpha, bias, threads)
-                alpha = 1.0
-            self._pointwise.accumulate(y, product, alpha, threads)
-        else:
-            _product(rows(x), w.T, out=y)
-            if alpha != 1.0 or bias is not None:
-                self._pointwise.scale_and_bias(y, alpha, bias, threads)
+        self._multiply(rows(x), False, w, True, y, alpha, accumulate)
+        if bias is not None:
+            self._pointwise.scale_and_bias(y, 1.0, bias, self._workers(out.size))
         return out, LinearSaved(x) if grad else None
 
     def linear_backward(
@@ -237,19 +243,13 @@ class CythonBackend(ArrayMemory):
         apart(op, {"dw": dw, "dbias": dbias, "out": out}, {"dy": dy, "w": w, "x": x})
         dy2 = rows(dy)
         if dw is not None:
-            self._pointwise.accumulate(dw, _product(dy2.T, rows(x)), alpha, self._workers(dw.size))
+            self._multiply(dy2, True, rows(x), False, dw, alpha, True)
         if dbias is not None:
             self._pointwise.column_sums(dy2, dbias, self._workers(dy.size))
         if not need_dx:
             return None
-        threads = self._workers(x.size)
-        if accumulate:
-            self._pointwise.accumulate(rows(out), _product(dy2, w), alpha, threads)
-            return out
         dx = np.empty(x.shape, np.float32) if out is None else out
-        _product(dy2, w, out=rows(dx))
-        if alpha != 1.0:
-            self._pointwise.scale_and_bias(rows(dx), alpha, None, threads)
+        self._multiply(dy2, False, w, False, rows(dx), alpha, accumulate)
         return dx
 
     def rms_norm(self, x: Tensor, w: Tensor | None, eps: float, *, grad: bool = True) -> tuple[Tensor, Any]:
