@@ -1,8 +1,8 @@
 """Where the matrix products come from: the OpenBLAS that numpy has loaded, else numpy itself.
 
-With OpenBLAS its single-threaded product runs in blocks on the kernels' own threads (`_gemm.pyx` says
-why). With another library (Accelerate, MKL, BLIS) `numpy.matmul` computes whole products, and the
-library decides on threads.
+With OpenBLAS its single-threaded products run in blocks on the kernels' own threads (`_gemm.pyx` says
+why). With another library (Accelerate, MKL, BLIS), and with an OpenBLAS built on OpenMP, `numpy.matmul`
+computes whole products, and the library decides on threads.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ class OpenBlas(NamedTuple):
     """Addresses of the functions that `_gemm.product` calls, and the width of their integers."""
 
     sgemm: int
+    sgemv: int
     wide: bool
     get_threads: int
     set_threads: int
@@ -28,9 +29,15 @@ class OpenBlas(NamedTuple):
 
 @cache
 def find_openblas() -> OpenBlas | None:
-    """The OpenBLAS of this process, numpy's own before any other; None where there is none to use."""
+    """The OpenBLAS of this process, numpy's own before any other; None where there is none to use.
+
+    One that is built on OpenMP is none to use: there a number of threads is set for the thread that asks
+    alone, so that the library could not be held to one on ours.
+    """
     libraries = threadpoolctl.ThreadpoolController().select(internal_api="openblas").lib_controllers
     for library in sorted(libraries, key=lambda one: "numpy" not in one.filepath):
+        if library.threading_layer not in ("pthreads", "disabled"):
+            continue
         for prefix in ("scipy_", ""):
             for suffix in ("64_", "_64", ""):
                 found = _functions(library.dynlib, prefix, suffix)
@@ -41,15 +48,18 @@ def find_openblas() -> OpenBlas | None:
 
 def _functions(library: ctypes.CDLL, prefix: str, suffix: str) -> OpenBlas | None:
     # numpy 1.26 named sgemm with the suffix of the 64-bit interface, but not always its own functions.
-    names = ("cblas_sgemm", "openblas_get_num_threads", "openblas_set_num_threads", "openblas_get_config")
+    names = (
+        "cblas_sgemm", "cblas_sgemv", "openblas_get_num_threads", "openblas_set_num_threads",
+        "openblas_get_config",
+    )  # fmt: skip
     functions = [getattr(library, f"{prefix}{name}{suffix}", None) for name in names]
     if None in functions:
         return None
-    sgemm, get_threads, set_threads, get_config = functions
+    *called, get_config = functions
     get_config.restype = ctypes.c_char_p
     config = get_config() or b""
-    address = [int(ctypes.cast(f, ctypes.c_void_p).value or 0) for f in (sgemm, get_threads, set_threads)]
-    return OpenBlas(address[0], b"USE64BITINT" in config, address[1], address[2])
+    sgemm, sgemv, get, set_ = (int(ctypes.cast(f, ctypes.c_void_p).value or 0) for f in called)
+    return OpenBlas(sgemm, sgemv, b"USE64BITINT" in config, get, set_)
 
 
 def multiply_with_numpy(
