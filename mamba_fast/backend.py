@@ -26,7 +26,7 @@ Rules that every op obeys
 7. Shapes are checked before work is queued; a wrong one raises ValueError naming the op, the
    argument, its shape and the expected shape.
 8. The same inputs on the same device give the same bits, for a CPU backend at any thread count
-   (matrix products are the library's).
+   (where it multiplies matrices by a library that shares them out itself, products are the library's).
 9. No hidden host transfers: `backend.transfers` counts `from_host` and `to_host` calls.
 10. Every extent is at least 1, with one exception: with a single tap (K = 1) the convolution state
     is (B, 0, E), which every op that takes or returns that state accepts.

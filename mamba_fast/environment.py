@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 __all__ = ["environment", "show_config"]
 
-_PACKAGES = ("safetensors", "tqdm", "tokenizers", "matplotlib", "mamba-fast-wgpu", "wgpu")
+_PACKAGES = ("safetensors", "threadpoolctl", "tqdm", "tokenizers", "matplotlib", "mamba-fast-wgpu", "wgpu")
 _VARIABLES = (
     "MAMBA_FAST_", "OMP_", "OPENBLAS_", "MKL_", "BLIS_", "VECLIB_", "WGPU_", "WGPUPY_", "VK_",
 )  # fmt: skip

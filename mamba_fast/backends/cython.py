@@ -1,10 +1,11 @@
-"""The CPU backend: typed Cython kernels, and numpy's BLAS for matrix products.
+"""The CPU backend: typed Cython kernels, and the BLAS that numpy brings for matrix products.
 
 Tensors are numpy arrays (`_cython_tensors`; `_cython_memory` has the memory ops), so moving to and from
 the host is at most a copy. Every op checks its arguments, allocates its results and calls one kernel.
 Kernels run on the pool of `mamba_fast._threads`; what is smaller than `SERIAL_BELOW` elementary operations
-runs on the calling thread. The results of the kernels have the same bits for any number of threads; matrix
-products are the library's.
+runs on the calling thread. Matrix products run on the same pool, as blocks of OpenBLAS's (`_gemm.pyx`), or
+where there is no OpenBLAS to use as whole products of numpy's (`_blas`). The results have the same bits for
+any number of threads; numpy's products are as its library makes them.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ def create_backend(*, threads: int | None = None) -> CythonBackend:
     ----------
     threads
         How many threads the kernels use. None: the environment variable OMP_NUM_THREADS where it is a
-        positive integer, else the number of CPUs that this process may use. (Matrix products follow
-        the BLAS library's own settings.)
+        positive integer, else the number of CPUs that this process may use. Matrix products use as many
+        where they are OpenBLAS's; where they are numpy's (`describe` says it) they follow the settings
+        of numpy's library.
 
     Raises
     ------
@@ -116,7 +118,8 @@ class CythonBackend(ArrayMemory):
     def describe(self) -> str:
         plural = "s" if self.threads > 1 else ""
         numpy = ".".join(np.__version__.split(".")[:2])
-        return f"cython: {self.threads} thread{plural}, {self.variant}, numpy {numpy} ({_blas_name()})"
+        products = "OpenBLAS" if self._openblas else f"numpy.matmul over {_blas_name()}"
+        return f"cython: {self.threads} thread{plural}, {self.variant}, numpy {numpy} ({products})"
 
     def _workers(self, work: int) -> int:
         return self.threads if work >= SERIAL_BELOW else 1
@@ -131,7 +134,10 @@ class CythonBackend(ArrayMemory):
         alpha: float,
         accumulate: bool,
     ) -> None:
-        """out = alpha op(a) op(b), or added to out; op transposes if asked to. All matrices."""
+        """out = alpha op(a) op(b), or added to out; op transposes if asked to. All matrices.
+
+        Always with all threads: a product that is too small for more than one is one task.
+        """
         beta = 1.0 if accumulate else 0.0
         if self._openblas is None:
             multiply_with_numpy(a, trans_a, b, trans_b, out, alpha, beta)
