@@ -76,6 +76,7 @@ extensions = [
     extension("_cpu", extra_macros=[("MAMBA_FAST_VARIANTS", str(int(bool(variants))))]),
     extension("_threads"),
     extension("_gemm"),
+    extension("_operands"),
     *(extension(name) for name in KERNELS),
     *(extension(f"{name}_{variant}", args) for name in KERNELS for variant, args in variants.items()),
 ]

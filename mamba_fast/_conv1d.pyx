@@ -22,7 +22,7 @@ where k <= t - start. Position p < 0 is entry K-1+p of the initial state.
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
-from mamba_fast._kernel cimport mf_in, mf_out, mf_sigmoid, mf_silu, tasks_of
+from mamba_fast._kernel cimport add_run, flush_run, mf_in, mf_out, mf_sigmoid, mf_silu, tasks_of
 from mamba_fast._threads cimport parallel_for
 
 cdef enum:
@@ -93,20 +93,6 @@ cdef inline void silu_backward_run(mf_out dpre, mf_in pre, mf_in dy, Py_ssize_t 
     for i in range(n):
         s = mf_sigmoid(pre[i])
         dpre[i] = dy[i] * (s * (1.0 + pre[i] * (1.0 - s)))
-
-
-cdef inline void add_run(mf_out acc, mf_in x, Py_ssize_t n) noexcept nogil:
-    cdef Py_ssize_t i
-    for i in range(n):
-        acc[i] += x[i]
-
-
-cdef inline void flush_run(double *total, mf_out acc, Py_ssize_t n) noexcept nogil:
-    """Move float32 sums to the float64 ones."""
-    cdef Py_ssize_t i
-    for i in range(n):
-        total[i] += <double> acc[i]
-        acc[i] = 0.0
 
 
 cdef inline Py_ssize_t length_of(const Conv *job, Py_ssize_t b) noexcept nogil:

@@ -68,3 +68,18 @@ cdef inline double dot_run(mf_in x, mf_in y, Py_ssize_t n) noexcept nogil:
     for i in range(whole, n):
         lane[i - whole] += <double> x[i] * <double> y[i]
     return fold(lane)
+
+
+cdef inline void add_run(mf_out acc, mf_in x, Py_ssize_t n) noexcept nogil:
+    """acc += x, both contiguous."""
+    cdef Py_ssize_t i
+    for i in range(n):
+        acc[i] += x[i]
+
+
+cdef inline void flush_run(double *total, mf_out acc, Py_ssize_t n) noexcept nogil:
+    """Move float32 sums to the float64 ones."""
+    cdef Py_ssize_t i
+    for i in range(n):
+        total[i] += <double> acc[i]
+        acc[i] = 0.0

@@ -5,6 +5,8 @@
     step = lr / (1 - b1^t) * m / (sqrt(v / (1 - b2^t)) + eps), 0 where not finite, clamped to +-max_delta
     p = p - (lr wd p + step)
 
+An element whose new v is not finite keeps m and v and makes no step.
+
 Loshchilov and Hutter 2019, algorithm 2, with the trust region of SPEC 5.
 
 Design. The pass is bound by memory, so everything an element needs is done while it is in registers.
@@ -15,7 +17,7 @@ that no element may change. Tasks are BLOCK elements; the count of clamped eleme
 """
 
 from libc.float cimport FLT_MAX
-from libc.math cimport sqrtf
+from libc.math cimport INFINITY, sqrtf
 from libc.stdlib cimport free, malloc
 
 from mamba_fast._kernel cimport BLOCK, mf_in, mf_out, tasks_of
@@ -51,12 +53,16 @@ cdef inline Py_ssize_t adamw_run(
     cdef float rest2 = f.one_minus_beta2, rate = f.rate, root = f.root, eps = f.eps, decay = f.decay
     cdef float bound = f.bound
     cdef float grad, first, second, step, size
+    cdef bint sound
     for i in range(n):
         grad = clip * g[i]
         first = beta1 * m[i] + rest1 * grad
         second = beta2 * v[i] + rest2 * (grad * grad)
-        m[i] = first
-        v[i] = second
+        # false for NaN. One square out of range must not freeze an element for ever.
+        sound = second <= <float> FLT_MAX
+        m[i] = first if sound else m[i]
+        v[i] = second if sound else v[i]
+        second = second if sound else <float> INFINITY
         step = rate * first / (sqrtf(second) * root + eps)
         size = -step if step < 0.0 else step
         step = step if size <= <float> FLT_MAX else <float> 0.0     # false for NaN

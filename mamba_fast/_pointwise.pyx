@@ -14,7 +14,9 @@ from libc.math cimport INFINITY, log, log1p, sqrt
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
-from mamba_fast._kernel cimport BLOCK, LANES, dot_run, fold, mf_exp, mf_in, mf_out, sum_run, tasks_of
+from mamba_fast._kernel cimport (
+    BLOCK, LANES, add_run, dot_run, flush_run, fold, mf_exp, mf_in, mf_out, sum_run, tasks_of,
+)
 from mamba_fast._threads cimport parallel_for
 
 cdef enum:
@@ -61,22 +63,10 @@ cdef inline Py_ssize_t groups_of(Py_ssize_t n_rows) noexcept nogil:
 
 # ---- elementwise -------------------------------------------------------------------------------
 
-cdef inline void add_run(mf_out out, mf_in a, mf_in b, Py_ssize_t n) noexcept nogil:
+cdef inline void plus_run(mf_out out, mf_in a, mf_in b, Py_ssize_t n) noexcept nogil:
     cdef Py_ssize_t i
     for i in range(n):
         out[i] = a[i] + b[i]
-
-
-cdef inline void accumulate_run(mf_out out, mf_in a, float alpha, Py_ssize_t n) noexcept nogil:
-    cdef Py_ssize_t i
-    for i in range(n):
-        out[i] += alpha * a[i]
-
-
-cdef inline void multiply_add_run(mf_out out, mf_in a, mf_in b, Py_ssize_t n) noexcept nogil:
-    cdef Py_ssize_t i
-    for i in range(n):
-        out[i] += a[i] * b[i]
 
 
 cdef inline void scale_run(mf_out out, float alpha, Py_ssize_t n) noexcept nogil:
@@ -88,7 +78,7 @@ cdef inline void scale_run(mf_out out, float alpha, Py_ssize_t n) noexcept nogil
 cdef struct Elementwise:
     Rows out, a, b
     Py_ssize_t n_rows, cols
-    float alpha
+    float factor
 
 
 cdef void add_task(void *ctx, Py_ssize_t task, int worker) noexcept nogil:
@@ -98,7 +88,7 @@ cdef void add_task(void *ctx, Py_ssize_t task, int worker) noexcept nogil:
         r = i // job.cols
         c = i - r * job.cols
         n = min(job.cols - c, stop - i)
-        add_run(row(&job.out, r) + c, row(&job.a, r) + c, row(&job.b, r) + c, n)
+        plus_run(row(&job.out, r) + c, row(&job.a, r) + c, row(&job.b, r) + c, n)
         i += n
 
 
@@ -109,18 +99,26 @@ cdef void accumulate_task(void *ctx, Py_ssize_t task, int worker) noexcept nogil
         r = i // job.cols
         c = i - r * job.cols
         n = min(job.cols - c, stop - i)
-        accumulate_run(row(&job.out, r) + c, row(&job.a, r) + c, job.alpha, n)
+        add_run(row(&job.out, r) + c, row(&job.a, r) + c, n)
         i += n
 
 
 cdef void scale_task(void *ctx, Py_ssize_t task, int worker) noexcept nogil:
     cdef const Elementwise *job = <const Elementwise *> ctx
+    cdef Py_ssize_t i = task * BLOCK, stop = min(i + BLOCK, job.n_rows * job.cols), r, c, n
+    while i < stop:
+        r = i // job.cols
+        c = i - r * job.cols
+        n = min(job.cols - c, stop - i)
+        scale_run(row(&job.out, r) + c, job.factor, n)
+        i += n
+
+
+cdef void bias_task(void *ctx, Py_ssize_t task, int worker) noexcept nogil:
+    cdef const Elementwise *job = <const Elementwise *> ctx
     cdef Py_ssize_t each = rows_of_task(job.cols), r
     for r in range(task * each, min(job.n_rows, (task + 1) * each)):
-        if job.alpha != 1.0:
-            scale_run(row(&job.out, r), job.alpha, job.cols)
-        if job.b.data != NULL:
-            accumulate_run(row(&job.out, r), job.b.data, 1.0, job.cols)
+        add_run(row(&job.out, r), job.b.data, job.cols)
 
 
 def add(float[:, :] out, const float[:, :] a, const float[:, :] b, int threads):
@@ -134,26 +132,33 @@ def add(float[:, :] out, const float[:, :] a, const float[:, :] b, int threads):
         parallel_for(add_task, &job, tasks_of(job.n_rows * job.cols, BLOCK), threads)
 
 
-def accumulate(float[:, :] out, const float[:, :] a, float alpha, int threads):
-    """out += alpha * a."""
+def accumulate(float[:, :] out, const float[:, :] a, int threads):
+    """out += a."""
     cdef Elementwise job
     writable(&job.out, out, "out")
     readable(&job.a, a, "a")
-    job.n_rows, job.cols, job.alpha = out.shape[0], out.shape[1], alpha
+    job.n_rows, job.cols = out.shape[0], out.shape[1]
     with nogil:
         parallel_for(accumulate_task, &job, tasks_of(job.n_rows * job.cols, BLOCK), threads)
 
 
-def scale_and_bias(float[:, :] out, float alpha, const float[::1] bias, int threads):
-    """out = alpha * out + bias, the bias (cols) or None."""
+def scale(float[:, :] out, float factor, int threads):
+    """out *= factor."""
     cdef Elementwise job
     writable(&job.out, out, "out")
-    job.b.data = NULL
-    if bias is not None:
-        job.b.data = <float *> &bias[0]
-    job.n_rows, job.cols, job.alpha = out.shape[0], out.shape[1], alpha
+    job.n_rows, job.cols, job.factor = out.shape[0], out.shape[1], factor
     with nogil:
-        parallel_for(scale_task, &job, tasks_of(job.n_rows, rows_of_task(job.cols)), threads)
+        parallel_for(scale_task, &job, tasks_of(job.n_rows * job.cols, BLOCK), threads)
+
+
+def add_bias(float[:, :] out, const float[::1] bias, int threads):
+    """Every row of out += bias (cols)."""
+    cdef Elementwise job
+    writable(&job.out, out, "out")
+    job.b.data = <float *> &bias[0]
+    job.n_rows, job.cols = out.shape[0], out.shape[1]
+    with nogil:
+        parallel_for(bias_task, &job, tasks_of(job.n_rows, rows_of_task(job.cols)), threads)
 
 
 # ---- sums --------------------------------------------------------------------------------------
@@ -206,13 +211,6 @@ def store(double value, float[::1] out):
 
 # Sums over rows, one for each column: float32 over FLUSH rows, float64 over the rest.
 
-cdef inline void flush_run(double *total, float *acc, Py_ssize_t n) noexcept nogil:
-    cdef Py_ssize_t i
-    for i in range(n):
-        total[i] += <double> acc[i]
-        acc[i] = 0.0
-
-
 cdef struct Columns:
     Py_ssize_t groups, cols
     double *partial         # (groups, cols)
@@ -259,7 +257,7 @@ cdef void column_sum_task(void *ctx, Py_ssize_t task, int worker) noexcept nogil
     cdef Py_ssize_t first = task * job.n_rows // sums.groups, stop = (task + 1) * job.n_rows // sums.groups, r
     cdef float *acc = sums.acc + worker * sums.cols
     for r in range(first, stop):
-        accumulate_run(acc, row(&job.x, r), 1.0, sums.cols)
+        add_run(acc, row(&job.x, r), sums.cols)
         if (r - first) % FLUSH == FLUSH - 1 or r == stop - 1:
             flush_run(sums.partial + task * sums.cols, acc, sums.cols)
 
@@ -323,68 +321,6 @@ def decay_backward(const float[:, :] d_a, const float[:, :] a, const float[:, :]
     with nogil:
         for r in range(a_log.shape[0]):
             decay_backward_run(row(&out, r), row(&g, r), row(&y, r), row(&x, r), a_log.shape[1])
-
-
-# ---- embedding ---------------------------------------------------------------------------------
-
-cdef struct Embedding:
-    Rows table, y
-    const int *ids
-    const Py_ssize_t *order
-    Py_ssize_t n, cols
-
-
-cdef void gather_task(void *ctx, Py_ssize_t task, int worker) noexcept nogil:
-    cdef const Embedding *job = <const Embedding *> ctx
-    cdef Py_ssize_t each = rows_of_task(job.cols), r
-    for r in range(task * each, min(job.n, (task + 1) * each)):
-        memcpy(row(&job.y, r), row(&job.table, job.ids[r]), job.cols * sizeof(float))
-
-
-def gather(const int[::1] ids, const float[:, :] table, float[:, :] y, int threads):
-    """y[r] = table[ids[r]]. The caller has checked the ids."""
-    cdef Embedding job
-    readable(&job.table, table, "table")
-    writable(&job.y, y, "y")
-    job.ids, job.n, job.cols = &ids[0], ids.shape[0], table.shape[1]
-    with nogil:
-        parallel_for(gather_task, &job, tasks_of(job.n, rows_of_task(job.cols)), threads)
-
-
-cdef inline void widen_run(double *acc, mf_in x, Py_ssize_t n) noexcept nogil:
-    cdef Py_ssize_t i
-    for i in range(n):
-        acc[i] += <double> x[i]
-
-
-cdef void scatter_task(void *ctx, Py_ssize_t task, int worker) noexcept nogil:
-    cdef const Embedding *job = <const Embedding *> ctx
-    cdef Py_ssize_t c = task * SCATTER_TILE, n = min(job.cols - c, <Py_ssize_t> SCATTER_TILE), i = 0, j
-    cdef double acc[SCATTER_TILE]
-    cdef float *out
-    cdef int id
-    while i < job.n:
-        id = job.ids[job.order[i]]
-        memset(acc, 0, sizeof(acc))
-        while i < job.n and job.ids[job.order[i]] == id:
-            widen_run(acc, row(&job.y, job.order[i]) + c, n)
-            i += 1
-        out = row(&job.table, id) + c
-        for j in range(n):
-            out[j] += <float> acc[j]
-
-
-def scatter_add(
-    const int[::1] ids, const Py_ssize_t[::1] order, const float[:, :] dy, float[:, :] d_table, int threads
-):
-    """d_table[ids[r]] += dy[r] for every row. `order` is a stable sort of the ids: the rows of one id are
-    summed in float64 in the order in which they occur."""
-    cdef Embedding job
-    readable(&job.y, dy, "dy")
-    writable(&job.table, d_table, "d_table")
-    job.ids, job.order, job.n, job.cols = &ids[0], &order[0], ids.shape[0], d_table.shape[1]
-    with nogil:
-        parallel_for(scatter_task, &job, tasks_of(job.cols, SCATTER_TILE), threads)
 
 
 # ---- RMSNorm -----------------------------------------------------------------------------------
@@ -532,97 +468,7 @@ def rms_norm_backward(
         columns_free(&job.sums)
 
 
-# ---- cross-entropy -----------------------------------------------------------------------------
+# ---- embedding, cross-entropy ------------------------------------------------------------------
 
-cdef inline float max_run(mf_in x, Py_ssize_t n) noexcept nogil:
-    """The largest element, NaNs passed over (they come back in the sum of exponentials)."""
-    cdef float lane[LANES]
-    cdef float top
-    cdef Py_ssize_t i, whole = n - n % LANES
-    cdef int j
-    for j in range(LANES):
-        lane[j] = <float> -INFINITY
-    i = 0
-    while i < whole:
-        for j in range(LANES):
-            lane[j] = x[i + j] if x[i + j] > lane[j] else lane[j]
-        i += LANES
-    for i in range(whole, n):
-        lane[0] = x[i] if x[i] > lane[0] else lane[0]
-    top = lane[0]
-    for j in range(1, LANES):
-        top = lane[j] if lane[j] > top else top
-    return top
-
-
-cdef inline void exp_run(mf_out x, float shift, Py_ssize_t n) noexcept nogil:
-    cdef Py_ssize_t i
-    for i in range(n):
-        x[i] = mf_exp(x[i] - shift)
-
-
-cdef struct Loss:
-    Rows logits
-    const int *targets
-    float *losses
-    Py_ssize_t n_rows, cols
-    float scale
-    int ignored
-    bint grad
-
-
-cdef float loss_row(float *x, Py_ssize_t cols, int target, float scale, bint grad) noexcept nogil:
-    # The target is taken out of the row before the others are summed. A confident row then keeps the
-    # digits of its small loss, log1p(others), and of its gradient at the target, -others / total, where
-    # p - 1 would cancel.
-    cdef float top = max_run(x, cols), at_target = x[target]
-    cdef double others = 0.0, total, loss
-    cdef Py_ssize_t i = 0, n
-    x[target] = <float> -INFINITY
-    while i < cols:
-        n = min(cols - i, <Py_ssize_t> CHUNK)
-        exp_run(x + i, top, n)
-        others += sum_run(x + i, n)
-        i += n
-    if at_target == top:
-        total = 1.0 + others
-        loss = log1p(others)
-        if at_target - top != 0.0:      # both infinite: the difference is NaN
-            total = loss = <double> (at_target - top)
-    else:
-        total = others + <double> mf_exp(at_target - top)
-        loss = log(total) + (<double> top - <double> at_target)
-    if grad:
-        scale_run(x, <float> (<double> scale / total), cols)
-        x[target] = <float> (-<double> scale * (others / total))
-    return <float> loss
-
-
-cdef void loss_task(void *ctx, Py_ssize_t task, int worker) noexcept nogil:
-    cdef const Loss *job = <const Loss *> ctx
-    cdef Py_ssize_t each = rows_of_task(job.cols), r
-    for r in range(task * each, min(job.n_rows, (task + 1) * each)):
-        if job.targets[r] == job.ignored:
-            job.losses[r] = 0.0
-            if job.grad:
-                memset(row(&job.logits, r), 0, job.cols * sizeof(float))
-        else:
-            job.losses[r] = loss_row(row(&job.logits, r), job.cols, job.targets[r], job.scale, job.grad)
-
-
-def cross_entropy(
-    float[:, :] logits, const int[::1] targets, float[::1] losses, float scale, int ignored, bint grad,
-    int threads,
-):
-    """Write losses (rows); with grad, logits become scale times their gradient. See `Backend.cross_entropy_`.
-
-    The caller has checked that 0 <= target < cols where it is not `ignored`. NaN in a row makes its loss
-    and its gradient NaN.
-    """
-    cdef Loss job
-    writable(&job.logits, logits, "logits")
-    job.targets, job.losses = &targets[0], &losses[0]
-    job.n_rows, job.cols = logits.shape[0], logits.shape[1]
-    job.scale, job.ignored, job.grad = scale, ignored, grad
-    with nogil:
-        parallel_for(loss_task, &job, tasks_of(job.n_rows, rows_of_task(job.cols)), threads)
+include "_pointwise_embedding.pxi"
+include "_pointwise_loss.pxi"

@@ -17,7 +17,8 @@ Rules that every op obeys
 3. A forward op returns its output and `saved`, an opaque value for its backward op, to be used
    once; it is None with `grad=False`. Saved values may refer to the op's inputs: they must not be
    changed before the backward op has run.
-4. Gradients of activations are returned, or written to `out=`/`*_out=`. **Gradients of parameters
+4. Results are new tensors, or written to `out=`/`*_out=` (column views allowed), which is then what is
+   returned. **Gradients of parameters
    are ADDED to the tensors passed in; None means frozen and costs nothing.**
 5. An op may be asynchronous. Only `to_host` and `synchronize` wait.
 6. Nothing written may overlap anything read; where that could spoil a result it is a ValueError that
@@ -51,8 +52,10 @@ __all__ = [
     "Tensor",
 ]
 
-API_VERSION = (1, 0)
-"""(major, minor) of this contract. A minor step adds ops with default bodies; a major one may break."""
+API_VERSION = (0, 1)
+"""(major, minor) of this contract. Provisional until the wgpu backend passes: while major is 0, any step
+may break, and a backend has to be for exactly this version. From (1, 0) on a minor step adds ops with
+default bodies, and a major one may break."""
 
 
 class BackendError(RuntimeError):
@@ -98,6 +101,10 @@ class Backend(ABC):
     api_version: ClassVar[tuple[int, int]] = API_VERSION
     """The contract version that the backend was written for."""
 
+    capabilities: ClassVar[frozenset[str]] = frozenset()
+    """Optional families of ops that the backend has beside those of this class, such as "mamba2". A model
+    that needs one looks here when it is built."""
+
     max_tensor_bytes: int | None = None
     """Largest tensor in bytes, or None for no limit of the backend's own."""
 
@@ -123,16 +130,25 @@ class Backend(ABC):
         array
             anything `numpy.asarray` takes, of any layout, byte order and writability.
         dtype
-            "f32" or "i32" (the oracle keeps "f32" as float64). Values are converted; bool becomes
-            0 and 1.
+            "f32", "i32" (the oracle keeps "f32" as float64), or a storage type, "f16" or "bf16": then
+            values are rounded as `cast` rounds them. Values are converted; bool becomes 0 and 1.
         copy
             False allows the tensor to share the array's memory; the caller then promises that
             neither side writes to it.
         """
 
     @abstractmethod
-    def to_host(self, tensor: Tensor) -> np.ndarray:
-        """A fresh, writable, C-contiguous numpy array with the tensor's values. Waits."""
+    def to_host(self, tensor: Tensor, *, copy: bool = True) -> np.ndarray:
+        """A C-contiguous numpy array with the tensor's values. Waits.
+
+        "f16" and "bf16" are widened: the array is float32 (the oracle's float64) or int32.
+
+        Parameters
+        ----------
+        copy
+            True gives a fresh, writable array. False gives a read-only one that may share the tensor's
+            memory: what it holds once the tensor has been written again is undefined.
+        """
 
     @abstractmethod
     def empty(self, shape: Sequence[int], dtype: str = "f32") -> Tensor:
@@ -188,6 +204,10 @@ class Backend(ABC):
         """dst += src, equal shapes. Updates dst."""
 
     @abstractmethod
+    def scale_(self, dst: Tensor, factor: float) -> None:
+        """dst *= factor, a number of the host. Updates dst."""
+
+    @abstractmethod
     def sum(self, x: Tensor) -> Tensor:
         """The sum of all elements as a tensor of shape (1,), in a fixed order."""
 
@@ -202,8 +222,10 @@ class Backend(ABC):
     # ---- embedding, matrix products, normalisation --------------------------------------------
 
     @abstractmethod
-    def embedding(self, ids: Tensor, table: Tensor, *, grad: bool = True) -> tuple[Tensor, Any]:
-        """Rows of a table: ids (...) int32, table (V, D) -> y (..., D), saved.
+    def embedding(
+        self, ids: Tensor, table: Tensor, *, out: Tensor | None = None, grad: bool = True
+    ) -> tuple[Tensor, Any]:
+        """Rows of a table: ids (...) int32, table (V, D) -> y (..., D) (written to `out`), saved.
 
         The ids have been checked by the caller: 0 <= id < V.
         """
@@ -247,8 +269,11 @@ class Backend(ABC):
         summed over its rows. Returns dx, or None with need_dx=False."""
 
     @abstractmethod
-    def rms_norm(self, x: Tensor, w: Tensor | None, eps: float, *, grad: bool = True) -> tuple[Tensor, Any]:
-        """y = x * w / sqrt(mean(x^2, last axis) + eps): x (..., D), w (D) or None (ones) -> y, saved."""
+    def rms_norm(
+        self, x: Tensor, w: Tensor | None, eps: float, *, out: Tensor | None = None, grad: bool = True
+    ) -> tuple[Tensor, Any]:
+        """y = x * w / sqrt(mean(x^2, last axis) + eps): x (..., D), w (D) or None (ones) -> y (written to
+        `out`), saved."""
 
     @abstractmethod
     def rms_norm_backward(
@@ -276,6 +301,7 @@ class Backend(ABC):
         seq_start: Tensor | None = None,
         lengths: Tensor | None = None,
         activation: str | None = "silu",
+        out: Tensor | None = None,
         grad: bool = True,
     ) -> tuple[Tensor, Tensor, Any]:
         """Causal depthwise convolution: y[b,t,e] = f(bias[e] + sum_k w[e,k] * x[b,t-k,e]).
@@ -289,6 +315,7 @@ class Backend(ABC):
         seq_start : (B, L) int32 or None; where it is not 0 no tap reaches before t
         lengths : (B) int32 or None; rows are 1 <= length <= L long, outputs beyond are 0
         activation : "silu" or None
+        out : (B, L, E) or None, where y is written
 
         Returns y (B, L, E), final_state (B, K-1, E), saved. The final state holds the last K-1
         inputs up to each row's length; entries from before the last restart are 0.
@@ -326,6 +353,7 @@ class Backend(ABC):
         initial_state: Tensor | None = None,
         seq_start: Tensor | None = None,
         lengths: Tensor | None = None,
+        out: Tensor | None = None,
         grad: bool = True,
     ) -> tuple[Tensor, Tensor, Any]:
         """The selective scan (Gu and Dao 2023, algorithm 2; SPEC 2.6 to 2.10).
@@ -338,13 +366,16 @@ class Backend(ABC):
         Parameters
         ----------
         u, delta : (B, L, E)
-        a : (E, N), any real value (0 included); `decay` makes it from A_log
+        a : (E, N), any real value (0 included); `decay` makes it from A_log. For a > 0 with Delta a above
+            88, where exp overflows float32, results are undefined but numbers: finite or infinite, never
+            an error
         b, c : (B, L, N)
         d, delta_bias : (E) or None
         z : (B, L, E) or None (no gate)
         initial_state : (B, E, N) or None (zeros)
         seq_start : (B, L) int32 or None; where it is not 0 the state before t is taken as 0
         lengths : (B) int32 or None; positions at or beyond a row's length change nothing and give 0
+        out : (B, L, E) or None, where y is written
 
         Returns y (B, L, E), final_state (B, E, N), saved. No (B, L, E, N) array is ever held.
         """
@@ -418,15 +449,19 @@ class Backend(ABC):
     ) -> None:
         """One AdamW step (SPEC 5; Loshchilov and Hutter 2019). Updates params, m, v and stats (4).
 
-        * guard: if grad_norm is not finite, nothing changes but stats[0] += 1;
+        * guard: if grad_norm (1) is not finite, nothing changes but stats, which become
+          [stats[0] + 1, grad_norm, 0, 0];
         * clip (max_grad_norm > 0): gradients times min(1, max_grad_norm / (grad_norm + 1e-6));
         * m, v, bias correction with t = step - stats[0], where step counts attempts from 1, so that a
-          skipped step leaves no trace and needs no host read;
+          skipped step leaves no trace in them and needs no host read;
+        * where an element's new v is not finite (the square of a large gradient that nothing clips), its
+          m and v stay as they were and its step is 0, so that it goes on with the next gradient;
         * an element's step that is not finite is 0; max_delta > 0 clamps it to +-max_delta;
         * param = param * (1 - lr * weight_decay[i]) - step.
 
         stats = [steps skipped, last grad_norm, last clip factor, elements clamped in the last step].
-        The gradients are only read.
+        The gradients are only read. No two tensors of the call may overlap, whichever lists they are in,
+        unless both are only read.
         """
 
     # ---- with default bodies ------------------------------------------------------------------
@@ -439,13 +474,22 @@ class Backend(ABC):
         bias: Tensor | None = None,
         *,
         activation: str | None = "silu",
+        out: Tensor | None = None,
     ) -> Tensor:
-        """One step of `conv1d`: x (B, E), state (B, K-1, E) -> y (B, E). Updates state."""
+        """One step of `conv1d`: x (B, E), state (B, K-1, E) -> y (B, E) (written to `out`). Updates state."""
         batch, width = x.shape
-        x3 = self.reshape(x, (batch, 1, width))
-        y, final_state, _ = self.conv1d(x3, w, bias, initial_state=state, activation=activation, grad=False)
+        long = (batch, 1, width)
+        y, final_state, _ = self.conv1d(
+            self.reshape(x, long),
+            w,
+            bias,
+            initial_state=state,
+            activation=activation,
+            out=None if out is None else self.reshape(out, long),
+            grad=False,
+        )
         self.copy_(state, final_state)
-        return self.reshape(y, (batch, width))
+        return self.reshape(y, (batch, width)) if out is None else out
 
     def selective_scan_step(
         self,
@@ -461,9 +505,10 @@ class Backend(ABC):
         *,
         delta_softplus: bool = True,
         discretization: str = "zoh",
+        out: Tensor | None = None,
     ) -> Tensor:
-        """One step of `selective_scan`: u, delta, z (B, E), b, c (B, N), state (B, E, N) -> y (B, E).
-        Updates state."""
+        """One step of `selective_scan`: u, delta, z (B, E), b, c (B, N), state (B, E, N) -> y (B, E)
+        (written to `out`). Updates state."""
         batch, width = u.shape
         states = b.shape[1]
         y, final_state, _ = self.selective_scan(
@@ -478,7 +523,8 @@ class Backend(ABC):
             delta_softplus=delta_softplus,
             discretization=discretization,
             initial_state=state,
+            out=None if out is None else self.reshape(out, (batch, 1, width)),
             grad=False,
         )
         self.copy_(state, final_state)
-        return self.reshape(y, (batch, width))
+        return self.reshape(y, (batch, width)) if out is None else out

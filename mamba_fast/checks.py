@@ -50,9 +50,10 @@ def same_shape(op: str, a: Tensor, b: Tensor, out: Tensor | None = None) -> None
     _expect(op, "out", out, tuple(a.shape), "the operands' shape")
 
 
-def embedding(ids: Tensor, table: Tensor) -> None:
+def embedding(ids: Tensor, table: Tensor, out: Tensor | None) -> None:
     _positive("embedding", "ids", ids)
-    _rank("embedding", "table", table, 2, "(V, D)")
+    _, d = _rank("embedding", "table", table, 2, "(V, D)")
+    _expect("embedding", "out", out, (*ids.shape, d), "(ids..., D)")
 
 
 def embedding_backward(dy: Tensor, ids_shape: Sequence[int], d_table: Tensor) -> None:
@@ -83,9 +84,10 @@ def linear_backward(
         raise ValueError("linear_backward: accumulate=True needs out")
 
 
-def rms_norm(x: Tensor, w: Tensor | None) -> None:
+def rms_norm(x: Tensor, w: Tensor | None, out: Tensor | None) -> None:
     _positive("rms_norm", "x", x)
     _expect("rms_norm", "w", w, (x.shape[-1],), "(D,)")
+    _expect("rms_norm", "out", out, tuple(x.shape), "(..., D)")
 
 
 def rms_norm_backward(
@@ -111,7 +113,7 @@ def decay(a_log: Tensor) -> None:
 
 def conv1d(
     x: Tensor, w: Tensor, bias: Tensor | None, initial_state: Tensor | None, seq_start: Tensor | None,
-    lengths: Tensor | None, activation: str | None,
+    lengths: Tensor | None, activation: str | None, out: Tensor | None,
 ) -> None:  # fmt: skip
     op = "conv1d"
     batch, length, e = _rank(op, "x", x, 3, "(B, L, E)")
@@ -121,6 +123,7 @@ def conv1d(
     _expect(op, "initial_state", initial_state, (batch, k - 1, e), "(B, K-1, E)")
     _expect(op, "seq_start", seq_start, (batch, length), "(B, L)")
     _expect(op, "lengths", lengths, (batch,), "(B,)")
+    _expect(op, "out", out, (batch, length, e), "(B, L, E)")
     if activation not in ACTIVATIONS:
         raise ValueError(f"{op}: activation must be 'silu' or None, got {activation!r}")
 
@@ -143,7 +146,7 @@ def conv1d_backward(
 def selective_scan(
     u: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, z: Tensor | None,
     delta_bias: Tensor | None, discretization: str, initial_state: Tensor | None, seq_start: Tensor | None,
-    lengths: Tensor | None,
+    lengths: Tensor | None, out: Tensor | None,
 ) -> None:  # fmt: skip
     op = "selective_scan"
     batch, length, e = _rank(op, "u", u, 3, "(B, L, E)")
@@ -158,6 +161,7 @@ def selective_scan(
     _expect(op, "initial_state", initial_state, (batch, e, n), "(B, E, N)")
     _expect(op, "seq_start", seq_start, (batch, length), "(B, L)")
     _expect(op, "lengths", lengths, (batch,), "(B,)")
+    _expect(op, "out", out, (batch, length, e), "(B, L, E)")
     if discretization not in DISCRETIZATIONS:
         raise ValueError(f"{op}: discretization must be 'zoh' or 'euler', got {discretization!r}")
 
@@ -179,20 +183,23 @@ def selective_scan_backward(
     _expect(op, "d_delta_bias", d_delta_bias, (e,), "(E,)")
 
 
-def conv1d_step(x: Tensor, state: Tensor, w: Tensor, bias: Tensor | None, activation: str | None) -> None:
+def conv1d_step(
+    x: Tensor, state: Tensor, w: Tensor, bias: Tensor | None, activation: str | None, out: Tensor | None
+) -> None:
     op = "conv1d_step"
     batch, e = _rank(op, "x", x, 2, "(B, E)")
     _, k = _rank(op, "w", w, 2, "(E, K)")
     _expect(op, "w", w, (e, k), "(E, K)")
     _expect(op, "bias", bias, (e,), "(E,)")
     _expect(op, "state", state, (batch, k - 1, e), "(B, K-1, E)")
+    _expect(op, "out", out, (batch, e), "(B, E)")
     if activation not in ACTIVATIONS:
         raise ValueError(f"{op}: activation must be 'silu' or None, got {activation!r}")
 
 
 def selective_scan_step(
     u: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, z: Tensor | None,
-    delta_bias: Tensor | None, state: Tensor, discretization: str,
+    delta_bias: Tensor | None, state: Tensor, discretization: str, out: Tensor | None,
 ) -> None:  # fmt: skip
     op = "selective_scan_step"
     batch, e = _rank(op, "u", u, 2, "(B, E)")
@@ -205,6 +212,7 @@ def selective_scan_step(
     _expect(op, "z", z, (batch, e), "(B, E)")
     _expect(op, "delta_bias", delta_bias, (e,), "(E,)")
     _expect(op, "state", state, (batch, e, n), "(B, E, N)")
+    _expect(op, "out", out, (batch, e), "(B, E)")
     if discretization not in DISCRETIZATIONS:
         raise ValueError(f"{op}: discretization must be 'zoh' or 'euler', got {discretization!r}")
 
@@ -216,7 +224,7 @@ def cross_entropy_(logits: Tensor, targets: Tensor) -> None:
 
 def adamw_(
     params: Sequence[Tensor], grads: Sequence[Tensor], m: Sequence[Tensor], v: Sequence[Tensor],
-    weight_decay: Sequence[float], stats: Tensor,
+    weight_decay: Sequence[float], grad_norm: Tensor, stats: Tensor,
 ) -> None:  # fmt: skip
     if not len(params) == len(grads) == len(m) == len(v) == len(weight_decay):
         raise ValueError(
@@ -226,4 +234,5 @@ def adamw_(
     for i, (p, g, mi, vi) in enumerate(zip(params, grads, m, v, strict=True)):
         for name, tensor in (("grads", g), ("m", mi), ("v", vi)):
             _expect("adamw_", f"{name}[{i}]", tensor, tuple(p.shape), "params' shape")
+    _expect("adamw_", "grad_norm", grad_norm, (1,), "(1,)")
     _expect("adamw_", "stats", stats, (4,), "(4,)")

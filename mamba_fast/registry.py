@@ -75,8 +75,8 @@ def get_backend(backend: str | Backend, **options: Any) -> Backend:
     BackendNotFoundError
         no backend of that name is installed
     BackendLoadError
-        it is installed but cannot be imported, or its factory fails, or it was written for another
-        major API version, or two distributions claim the name
+        it is installed but cannot be imported, or its factory fails, or it was written for a
+        version of the contract that does not fit, or two distributions claim the name
     BackendUnavailableError
         it imports but cannot run here
     """
@@ -174,12 +174,19 @@ def _create(name: str, options: dict[str, Any]) -> Backend:
             "not a mamba_fast.backend.Backend"
         )
     version = backend.api_version
-    if not isinstance(version, tuple) or version[:1] != API_VERSION[:1]:
+    if not _fits(version):
         raise BackendLoadError(
             f"backend {name!r} from distribution {origin} is for backend API {version}, "
             f"this mamba_fast has {API_VERSION}: upgrade the older of the two"
         )
     return backend
+
+
+def _fits(version: object) -> bool:
+    """Whether a backend written for this version of the contract can run here."""
+    # Nothing is promised between provisional versions, so they have to be the same.
+    compared = 1 if API_VERSION[0] else 2
+    return isinstance(version, tuple) and version[:compared] == API_VERSION[:compared]
 
 
 def _find(name: str) -> tuple[str, str]:

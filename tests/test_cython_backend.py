@@ -43,7 +43,7 @@ def test_an_argument_wins_over_the_environment(monkeypatch):
     assert create_backend(threads=2).threads == 2
 
 
-MODULES = ["_cpu", "_threads", "_scan", "_conv1d", "_pointwise", "_optim"]
+MODULES = ["_cpu", "_threads", "_operands", "_scan", "_conv1d", "_pointwise", "_optim"]
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -21,7 +21,7 @@ import mamba_fast
 
 PACKAGE = Path(mamba_fast.__file__).parent
 ROOT = PACKAGE.parent
-KERNELS = ("_cpu", "_cyutility", "_threads", "_scan", "_conv1d", "_pointwise", "_optim", "_vecmath")
+KERNELS = ("_cpu", "_cyutility", "_threads", "_operands", "_scan", "_conv1d", "_pointwise", "_optim", "_vecmath")
 
 in_checkout = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="needs a checkout (setup.py)")
 on_x86_64_linux = pytest.mark.skipif(

@@ -26,16 +26,24 @@ class ArrayMemory(Backend):
     """The memory ops of `Backend` for tensors that are numpy arrays."""
 
     def from_host(self, array: Any, dtype: str = "f32", *, copy: bool = True) -> Tensor:
+        self._storage("from_host", dtype)
         self.transfers += 1
-        return convert(array, dtype, copy)
+        if dtype in ("f32", "i32"):
+            return convert(array, dtype, copy)
+        return self.cast(convert(array, "f32", False), dtype)
 
-    def to_host(self, tensor: Tensor) -> np.ndarray:
-        """f16 and bf16 come back as float32."""
+    def to_host(self, tensor: Tensor, *, copy: bool = True) -> np.ndarray:
         self.transfers += 1
         name = self.dtype_of(tensor)
         if name == "bf16":
-            return bf16_to_f32(np.ascontiguousarray(tensor))
-        return np.array(tensor, dtype=np.int32 if name == "i32" else np.float32, order="C")
+            host = bf16_to_f32(np.ascontiguousarray(tensor))
+        else:
+            dtype = NUMPY["i32" if name == "i32" else "f32"]
+            host = (np.array if copy else np.asarray)(tensor, dtype=dtype, order="C")
+        if not copy:
+            host = host.view()  # the tensor itself stays writable
+            host.setflags(write=False)
+        return host
 
     def empty(self, shape: Sequence[int], dtype: str = "f32") -> Tensor:
         return np.empty(tuple(shape), self._storage("empty", dtype))

@@ -18,12 +18,13 @@ __all__ = ["Kernels", "load_kernels", "runnable_variants"]
 
 
 class Kernels(NamedTuple):
-    """The compiled modules of one variant; `threads` is the pool and `gemm` the matrix
-    product on it, which have only one."""
+    """The compiled modules of one variant; the pool (`threads`), the matrix product on it (`gemm`)
+    and the check of operands (`operands`) have only one."""
 
     variant: str
     threads: ModuleType
     gemm: ModuleType
+    operands: ModuleType
     scan: ModuleType
     conv1d: ModuleType
     pointwise: ModuleType
@@ -53,6 +54,7 @@ def load_kernels() -> Kernels:
         variant,
         _module("_threads"),
         _module("_gemm"),
+        _module("_operands"),
         *(_module(f"{name}{suffix}") for name in ("_scan", "_conv1d", "_pointwise", "_optim")),
     )
 

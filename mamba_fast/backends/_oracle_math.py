@@ -84,9 +84,14 @@ def phi_prime(z: float) -> float:
 def adam(
     g: float, m: float, v: float, *, t: float, lr: float, beta1: float, beta2: float, eps: float
 ) -> tuple[float, float, float]:
-    """The new moments of one element and its step, 0 where that is not finite (SPEC 5)."""
-    m = beta1 * m + (1.0 - beta1) * g
-    v = beta2 * v + (1.0 - beta2) * g * g
+    """The new moments of one element and its step, 0 where that is not finite (SPEC 5).
+
+    The moments stay as they are where the new second one is not finite.
+    """
+    square = beta2 * v + (1.0 - beta2) * g * g
+    if not math.isfinite(square):
+        return m, v, 0.0
+    m, v = beta1 * m + (1.0 - beta1) * g, square
     second = v / (1.0 - beta2**t)
     divisor = (math.sqrt(second) if second >= 0.0 else math.nan) + eps
     step = lr * (m / (1.0 - beta1**t)) / divisor if divisor != 0.0 else math.nan

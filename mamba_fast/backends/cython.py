@@ -85,8 +85,7 @@ def _blas_name() -> str:
 
 
 def _check_lengths(op: str, lengths: Any, length: int) -> None:
-    """The kernels read and write by these, so they are checked here."""
-    i32(op, lengths=lengths)
+    """The kernels read and write by these int32 values, so they are checked here."""
     if lengths is not None and (lengths.min() < 1 or lengths.max() > length):
         i = int(np.argmax((lengths < 1) | (lengths > length)))
         raise ValueError(f"{op}: lengths[{i}] is {lengths[i]}, expected 1 to {length}")
@@ -96,6 +95,11 @@ def _check_ids(op: str, name: str, ids: np.ndarray, stop: int) -> None:
     if ids.min() < 0 or ids.max() >= stop:
         wrong = ids[(ids < 0) | (ids >= stop)].flat[0]
         raise ValueError(f"{op}: {name} {wrong} is outside 0 to {stop - 1}")
+
+
+def _numbered(**lists: Sequence[Any]) -> dict[str, Any]:
+    """The tensors of argument lists by name, "params[0]" and so on."""
+    return {f"{name}[{i}]": tensor for name, tensors in lists.items() for i, tensor in enumerate(tensors)}
 
 
 class CythonBackend(ArrayMemory):
@@ -113,6 +117,7 @@ class CythonBackend(ArrayMemory):
         self._pointwise = kernels.pointwise
         self._optim = kernels.optim
         self._gemm = kernels.gemm
+        self._operands = kernels.operands
         self._openblas = find_openblas()
 
     def describe(self) -> str:
@@ -123,6 +128,18 @@ class CythonBackend(ArrayMemory):
 
     def _workers(self, work: int) -> int:
         return self.threads if work >= SERIAL_BELOW else 1
+
+    def _check(
+        self, op: str, writes: dict[str, Any], reads: dict[str, Any], ids: dict[str, Any] | None = None
+    ) -> None:
+        """The operands, by argument, are float32 tensors (`ids`: int32) or None, and nothing that is
+        written overlaps another one."""
+        ids = ids or {}
+        if not self._operands.clear(writes.values(), reads.values(), ids.values()):
+            # Something is wrong, or too intricate for the quick look.
+            f32(op, **reads, **writes)
+            i32(op, **ids)
+            apart(op, writes, {**reads, **ids})
 
     def _multiply(
         self,
@@ -148,30 +165,30 @@ class CythonBackend(ArrayMemory):
 
     def add(self, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
         checks.same_shape("add", a, b, out)
-        f32("add", a=a, b=b, out=out)
+        self._check("add", {"out": out}, {"a": a, "b": b})
         if out is None:
             out = np.empty(a.shape, np.float32)
-        else:
-            apart("add", {"out": out}, {"a": a, "b": b})
         self._pointwise.add(*elements(out, a, b), self._workers(a.size))
         return out
 
     def add_(self, dst: Tensor, src: Tensor) -> None:
         checks.same_shape("add_", dst, src)
-        f32("add_", dst=dst, src=src)
-        apart("add_", {"dst": dst}, {"src": src})
-        dst2, src2 = elements(dst, src)
-        self._pointwise.accumulate(dst2, src2, 1.0, self._workers(dst.size))
+        self._check("add_", {"dst": dst}, {"src": src})
+        self._pointwise.accumulate(*elements(dst, src), self._workers(dst.size))
+
+    def scale_(self, dst: Tensor, factor: float) -> None:
+        self._check("scale_", {"dst": dst}, {})
+        self._pointwise.scale(*elements(dst), factor, self._workers(dst.size))
 
     def sum(self, x: Tensor) -> Tensor:
-        f32("sum", x=x)
+        self._check("sum", {}, {"x": x})
         total = np.empty(1, np.float32)
         self._pointwise.store(self._pointwise.sum_all(*elements(x), False, self._workers(x.size)), total)
         return total
 
     def decay(self, a_log: Tensor, *, grad: bool = True) -> tuple[Tensor, Any]:
         checks.decay(a_log)
-        f32("decay", a_log=a_log)
+        self._check("decay", {}, {"a_log": a_log})
         a = np.empty(a_log.shape, np.float32)
         self._pointwise.decay(*elements(a_log, a))
         return a, DecaySaved(a_log, a) if grad else None
@@ -180,18 +197,18 @@ class CythonBackend(ArrayMemory):
         op = "decay_backward"
         a_log, a = read_saved(op, saved, DecaySaved)
         checks.same_shape(op, a_log, d_a, d_a_log)
-        f32(op, d_a=d_a, d_a_log=d_a_log)
-        apart(op, {"d_a_log": d_a_log}, {"d_a": d_a, "a_log": a_log, "a": a})
+        self._check(op, {"d_a_log": d_a_log}, {"d_a": d_a, "a_log": a_log, "a": a})
         self._pointwise.decay_backward(*elements(d_a, a, a_log, d_a_log))
 
     # ---- embedding, matrix products, normalisation --------------------------------------------
 
-    def embedding(self, ids: Tensor, table: Tensor, *, grad: bool = True) -> tuple[Tensor, Any]:
-        checks.embedding(ids, table)
-        i32("embedding", ids=ids)
-        f32("embedding", table=table)
+    def embedding(
+        self, ids: Tensor, table: Tensor, *, out: Tensor | None = None, grad: bool = True
+    ) -> tuple[Tensor, Any]:
+        checks.embedding(ids, table, out)
+        self._check("embedding", {"out": out}, {"table": table}, {"ids": ids})
         _check_ids("embedding", "id", ids, table.shape[0])
-        y = np.empty((*ids.shape, table.shape[1]), np.float32)
+        y = np.empty((*ids.shape, table.shape[1]), np.float32) if out is None else out
         self._pointwise.gather(ids.reshape(-1), table, rows(y), self._workers(y.size))
         return y, EmbeddingSaved(ids) if grad else None
 
@@ -199,8 +216,7 @@ class CythonBackend(ArrayMemory):
         op = "embedding_backward"
         ids = read_saved(op, saved, EmbeddingSaved).ids
         checks.embedding_backward(dy, ids.shape, d_table)
-        f32(op, dy=dy, d_table=d_table)
-        apart(op, {"d_table": d_table}, {"dy": dy})
+        self._check(op, {"d_table": d_table}, {"dy": dy}, {"ids": ids})
         flat = np.array(ids.reshape(-1))  # a copy: nobody can change it between the check and the use
         _check_ids(op, "id", flat, d_table.shape[0])
         order = np.argsort(flat, kind="stable")
@@ -218,15 +234,13 @@ class CythonBackend(ArrayMemory):
         grad: bool = True,
     ) -> tuple[Tensor, Any]:
         checks.linear(x, w, bias, out, accumulate)
-        f32("linear", x=x, w=w, bias=bias, out=out)
+        self._check("linear", {"out": out}, {"x": x, "w": w, "bias": bias})
         if out is None:
             out = np.empty((*x.shape[:-1], w.shape[0]), np.float32)
-        else:
-            apart("linear", {"out": out}, {"x": x, "w": w, "bias": bias})
         y = rows(out)
         self._multiply(rows(x), False, w, True, y, alpha, accumulate)
         if bias is not None:
-            self._pointwise.scale_and_bias(y, 1.0, bias, self._workers(out.size))
+            self._pointwise.add_bias(y, bias, self._workers(out.size))
         return out, LinearSaved(x) if grad else None
 
     def linear_backward(
@@ -245,8 +259,7 @@ class CythonBackend(ArrayMemory):
         op = "linear_backward"
         x = read_saved(op, saved, LinearSaved).x
         checks.linear_backward(dy, x.shape, w, dw, dbias, out, accumulate)
-        f32(op, dy=dy, w=w, dw=dw, dbias=dbias, out=out)
-        apart(op, {"dw": dw, "dbias": dbias, "out": out}, {"dy": dy, "w": w, "x": x})
+        self._check(op, {"dw": dw, "dbias": dbias, "out": out}, {"dy": dy, "w": w, "x": x})
         dy2 = rows(dy)
         if dw is not None:
             self._multiply(dy2, True, rows(x), False, dw, alpha, True)
@@ -258,10 +271,12 @@ class CythonBackend(ArrayMemory):
         self._multiply(dy2, False, w, False, rows(dx), alpha, accumulate)
         return dx
 
-    def rms_norm(self, x: Tensor, w: Tensor | None, eps: float, *, grad: bool = True) -> tuple[Tensor, Any]:
-        checks.rms_norm(x, w)
-        f32("rms_norm", x=x, w=w)
-        y = np.empty(x.shape, np.float32)
+    def rms_norm(
+        self, x: Tensor, w: Tensor | None, eps: float, *, out: Tensor | None = None, grad: bool = True
+    ) -> tuple[Tensor, Any]:
+        checks.rms_norm(x, w, out)
+        self._check("rms_norm", {"out": out}, {"x": x, "w": w})
+        y = np.empty(x.shape, np.float32) if out is None else out
         inv = np.empty(x.size // x.shape[-1], np.float64)
         self._pointwise.rms_norm(rows(x), w, eps, rows(y), inv, self._workers(x.size))
         return y, NormSaved(x, inv) if grad else None
@@ -279,8 +294,7 @@ class CythonBackend(ArrayMemory):
         op = "rms_norm_backward"
         x, inv = read_saved(op, saved, NormSaved)
         checks.rms_norm_backward(dy, x.shape, w, dw, out, accumulate)
-        f32(op, dy=dy, w=w, dw=dw, out=out)
-        apart(op, {"dw": dw, "out": out}, {"dy": dy, "w": w, "x": x})
+        self._check(op, {"dw": dw, "out": out}, {"dy": dy, "w": w, "x": x})
         dx = np.empty(x.shape, np.float32) if out is None else out
         threads = self._workers(x.size)
         self._pointwise.rms_norm_backward(rows(dy), rows(x), w, inv, rows(dx), accumulate, dw, threads)
@@ -298,15 +312,20 @@ class CythonBackend(ArrayMemory):
         seq_start: Tensor | None = None,
         lengths: Tensor | None = None,
         activation: str | None = "silu",
+        out: Tensor | None = None,
         grad: bool = True,
     ) -> tuple[Tensor, Tensor, Any]:
         op = "conv1d"
-        checks.conv1d(x, w, bias, initial_state, seq_start, lengths, activation)
-        f32(op, x=x, w=w, bias=bias, initial_state=initial_state)
-        i32(op, seq_start=seq_start)
+        checks.conv1d(x, w, bias, initial_state, seq_start, lengths, activation, out)
+        self._check(
+            op,
+            {"out": out},
+            {"x": x, "w": w, "bias": bias, "initial_state": initial_state},
+            {"seq_start": seq_start, "lengths": lengths},
+        )
         _check_lengths(op, lengths, x.shape[1])
         saved = ConvSaved(x, bias, initial_state, seq_start, lengths, activation == "silu")
-        y = np.empty(x.shape, np.float32)
+        y = np.empty(x.shape, np.float32) if out is None else out
         final_state = np.empty((x.shape[0], w.shape[1] - 1, x.shape[2]), np.float32)
         threads = self._workers(x.size * w.shape[1])
         self._conv1d.forward(
@@ -330,8 +349,7 @@ class CythonBackend(ArrayMemory):
         op = "conv1d_backward"
         x, bias, initial_state, seq_start, lengths, silu = read_saved(op, saved, ConvSaved)
         checks.conv1d_backward(dy, x.shape, w, dw, dbias, d_final_state, out)
-        f32(op, dy=dy, w=w, dw=dw, dbias=dbias, d_final_state=d_final_state, out=out)
-        apart(
+        self._check(
             op,
             {"dw": dw, "dbias": dbias, "out": out},
             {
@@ -342,6 +360,7 @@ class CythonBackend(ArrayMemory):
                 "bias": bias,
                 "initial_state": initial_state,
             },
+            {"seq_start": seq_start, "lengths": lengths},
         )
         dx = np.empty(x.shape, np.float32) if out is None else out
         d_initial_state = None
@@ -369,19 +388,23 @@ class CythonBackend(ArrayMemory):
         initial_state: Tensor | None = None,
         seq_start: Tensor | None = None,
         lengths: Tensor | None = None,
+        out: Tensor | None = None,
         grad: bool = True,
     ) -> tuple[Tensor, Tensor, Any]:
         op = "selective_scan"
         checks.selective_scan(
-            u, delta, a, b, c, d, z, delta_bias, discretization, initial_state, seq_start, lengths
+            u, delta, a, b, c, d, z, delta_bias, discretization, initial_state, seq_start, lengths, out
         )
-        f32(op, u=u, delta=delta, a=a, b=b, c=c, d=d, z=z, delta_bias=delta_bias, initial_state=initial_state)
-        i32(op, seq_start=seq_start)
+        reads = {
+            "u": u, "delta": delta, "a": a, "b": b, "c": c, "d": d, "z": z, "delta_bias": delta_bias,
+            "initial_state": initial_state,
+        }  # fmt: skip
+        self._check(op, {"out": out}, reads, {"seq_start": seq_start, "lengths": lengths})
         _check_lengths(op, lengths, u.shape[1])
         batch, length, width = u.shape
         states = a.shape[1]
         zoh, softplus = discretization == "zoh", bool(delta_softplus)
-        y = np.empty(u.shape, np.float32)
+        y = np.empty(u.shape, np.float32) if out is None else out
         final_state = np.empty((batch, width, states), np.float32)
         checkpoints = None
         if grad:
@@ -425,9 +448,11 @@ class CythonBackend(ArrayMemory):
             "d_a": d_a, "d_d": d_d, "d_delta_bias": d_delta_bias, "du_out": du_out, "ddelta_out": ddelta_out,
             "db_out": db_out, "dc_out": dc_out, "dz_out": dz_out,
         }  # fmt: skip
-        f32(op, dy=dy, d_final_state=d_final_state, **writes)
-        inputs = {name: getattr(s, name) for name in ("u", "delta", "a", "b", "c", "d", "z", "delta_bias")}
-        apart(op, writes, {"dy": dy, "d_final_state": d_final_state, **inputs})
+        reads = {
+            "dy": dy, "d_final_state": d_final_state, "u": s.u, "delta": s.delta, "a": s.a, "b": s.b,
+            "c": s.c, "d": s.d, "z": s.z, "delta_bias": s.delta_bias,
+        }  # fmt: skip
+        self._check(op, writes, reads, {"seq_start": s.seq_start, "lengths": s.lengths})
         du = np.empty(s.u.shape, np.float32) if du_out is None else du_out
         ddelta = np.empty(s.u.shape, np.float32) if ddelta_out is None else ddelta_out
         db = np.empty(s.b.shape, np.float32) if db_out is None else db_out
@@ -454,9 +479,7 @@ class CythonBackend(ArrayMemory):
     ) -> Tensor:
         op = "cross_entropy_"
         checks.cross_entropy_(logits, targets)
-        f32(op, logits=logits)
-        i32(op, targets=targets)
-        apart(op, {"logits": logits}, {})
+        self._check(op, {"logits": logits}, {}, {"targets": targets})
         width = logits.shape[1]
         outside = ((targets < 0) | (targets >= width)) & (targets != ignore_index)
         if outside.any():
@@ -470,9 +493,10 @@ class CythonBackend(ArrayMemory):
         return losses
 
     def global_norm(self, tensors: Sequence[Tensor]) -> Tensor:
+        if not self._operands.clear((), tensors, ()):
+            f32("global_norm", **_numbered(tensors=tensors))
         total = 0.0
-        for i, tensor in enumerate(tensors):
-            f32("global_norm", **{f"tensors[{i}]": tensor})
+        for tensor in tensors:
             total += self._pointwise.sum_all(*elements(tensor), True, self._workers(tensor.size))
         norm = np.empty(1, np.float32)
         self._pointwise.store(math.sqrt(total), norm)
@@ -497,15 +521,13 @@ class CythonBackend(ArrayMemory):
         stats: Tensor,
     ) -> None:
         op = "adamw_"
-        checks.adamw_(params, grads, m, v, weight_decay, stats)
-        f32(op, grad_norm=grad_norm, stats=stats)
-        for i, (p, g, mi, vi) in enumerate(zip(params, grads, m, v, strict=True)):
-            names = {f"params[{i}]": p, f"m[{i}]": mi, f"v[{i}]": vi}
-            f32(op, **names, **{f"grads[{i}]": g})
-            apart(op, names, {f"grads[{i}]": g})
-        skipped, norm = float(stats[0]), float(grad_norm.reshape(-1)[0])
+        checks.adamw_(params, grads, m, v, weight_decay, grad_norm, stats)
+        if not self._operands.clear((*params, *m, *v, stats), (*grads, grad_norm), ()):
+            writes = _numbered(params=params, m=m, v=v)
+            self._check(op, {**writes, "stats": stats}, {**_numbered(grads=grads), "grad_norm": grad_norm})
+        skipped, norm = float(stats[0]), float(grad_norm[0])
         if not math.isfinite(norm):
-            stats[0] = skipped + 1.0
+            stats[:] = skipped + 1.0, norm, 0.0, 0.0
             return
         t = step - skipped
         if t < 1:
@@ -539,12 +561,12 @@ class CythonBackend(ArrayMemory):
         bias: Tensor | None = None,
         *,
         activation: str | None = "silu",
+        out: Tensor | None = None,
     ) -> Tensor:
         op = "conv1d_step"
-        checks.conv1d_step(x, state, w, bias, activation)
-        f32(op, x=x, state=state, w=w, bias=bias)
-        apart(op, {"state": state}, {"x": x, "w": w, "bias": bias})
-        y = np.empty(x.shape, np.float32)
+        checks.conv1d_step(x, state, w, bias, activation, out)
+        self._check(op, {"state": state, "out": out}, {"x": x, "w": w, "bias": bias})
+        y = np.empty(x.shape, np.float32) if out is None else out
         threads = self._workers(x.size * w.shape[1])
         self._conv1d.step(x, state, np.ascontiguousarray(w.T), bias, y, activation == "silu", threads)
         return y
@@ -563,13 +585,13 @@ class CythonBackend(ArrayMemory):
         *,
         delta_softplus: bool = True,
         discretization: str = "zoh",
+        out: Tensor | None = None,
     ) -> Tensor:
         op = "selective_scan_step"
-        checks.selective_scan_step(u, delta, a, b, c, d, z, delta_bias, state, discretization)
+        checks.selective_scan_step(u, delta, a, b, c, d, z, delta_bias, state, discretization, out)
         reads = {"u": u, "delta": delta, "a": a, "b": b, "c": c, "d": d, "z": z, "delta_bias": delta_bias}
-        f32(op, state=state, **reads)
-        apart(op, {"state": state}, reads)
-        y = np.empty(u.shape, np.float32)
+        self._check(op, {"state": state, "out": out}, reads)
+        y = np.empty(u.shape, np.float32) if out is None else out
         self._scan.step(
             u, delta, a, b, c, d, z, delta_bias, state, y, bool(delta_softplus), discretization == "zoh",
             self._workers(state.size),

@@ -108,8 +108,8 @@ class OracleBackend(Backend):
     # ---- memory -------------------------------------------------------------------------------
 
     def from_host(self, array: Any, dtype: str = "f32", *, copy: bool = True) -> Tensor:
-        if dtype not in ("f32", "i32"):
-            raise ValueError(f"from_host: dtype must be 'f32' or 'i32', got {dtype!r}")
+        if dtype not in NUMPY:
+            raise ValueError(f"from_host: dtype must be one of {', '.join(NUMPY)}, got {dtype!r}")
         self.transfers += 1
         source = np.asarray(array)
         if source.dtype.kind not in "biuf":
@@ -121,18 +121,22 @@ class OracleBackend(Backend):
             if wrong.size:
                 raise ValueError(f"from_host: {wrong.flat[0]} is not a 32-bit integer")
             return np.ascontiguousarray(result).reshape(source.shape)
+        if dtype in ("f16", "bf16"):
+            return self.cast(np.asarray(source, dtype=np.float64), dtype)
         if copy:
             return np.array(source, dtype=NUMPY[dtype], order="C")
         return np.asarray(source, dtype=NUMPY[dtype], order="C")
 
-    def to_host(self, tensor: Tensor) -> np.ndarray:
+    def to_host(self, tensor: Tensor, *, copy: bool = True) -> np.ndarray:
         self.transfers += 1
         name = self.dtype_of(tensor)
         if name == "bf16":
-            return to_tensor(
-                [bf16_value(bits) for bits in read_flat("to_host", "tensor", tensor, "bf16")], tensor.shape
-            )
-        return np.array(tensor, dtype=np.int32 if name == "i32" else np.float64, order="C")
+            bits = read_flat("to_host", "tensor", tensor, "bf16")
+            host = to_tensor([bf16_value(one) for one in bits], tensor.shape)
+        else:
+            host = np.array(tensor, dtype=np.int32 if name == "i32" else np.float64, order="C")
+        host.setflags(write=copy)
+        return host
 
     def empty(self, shape: Sequence[int], dtype: str = "f32") -> Tensor:
         return self.zeros(shape, dtype)
@@ -204,6 +208,9 @@ class OracleBackend(Backend):
         checks.same_shape("add_", dst, src)
         add_into("add_", "dst", dst, read("add_", "src", src))
 
+    def scale_(self, dst: Tensor, factor: float) -> None:
+        dst[...] = to_tensor([value * factor for value in read_flat("scale_", "dst", dst)], dst.shape)
+
     def sum(self, x: Tensor) -> Tensor:
         total = 0.0
         for value in read_flat("sum", "x", x):
@@ -225,15 +232,18 @@ class OracleBackend(Backend):
 
     # ---- embedding, matrix products, normalisation --------------------------------------------
 
-    def embedding(self, ids: Tensor, table: Tensor, *, grad: bool = True) -> tuple[Tensor, Any]:
-        checks.embedding(ids, table)
+    def embedding(
+        self, ids: Tensor, table: Tensor, *, out: Tensor | None = None, grad: bool = True
+    ) -> tuple[Tensor, Any]:
+        checks.embedding(ids, table, out)
         rows = read_rows("embedding", "table", table)
         y = []
         for i in read_flat("embedding", "ids", ids, "i32"):
             if not 0 <= i < len(rows):
                 raise ValueError(f"embedding: id {i} is outside 0 to {len(rows) - 1}")
             y.append(rows[i])
-        return to_tensor(y, (*ids.shape, table.shape[1])), _EmbeddingSaved(ids) if grad else None
+        shape = (*ids.shape, table.shape[1])
+        return store("embedding", y, shape, out), _EmbeddingSaved(ids) if grad else None
 
     def embedding_backward(self, dy: Tensor, saved: Any, *, d_table: Tensor) -> None:
         op = "embedding_backward"
@@ -299,8 +309,10 @@ class OracleBackend(Backend):
         dx = [[alpha * sum(map(mul, row, col)) for col in columns] for row in g]
         return store(op, dx, x.shape, out, accumulate=accumulate)
 
-    def rms_norm(self, x: Tensor, w: Tensor | None, eps: float, *, grad: bool = True) -> tuple[Tensor, Any]:
-        checks.rms_norm(x, w)
+    def rms_norm(
+        self, x: Tensor, w: Tensor | None, eps: float, *, out: Tensor | None = None, grad: bool = True
+    ) -> tuple[Tensor, Any]:
+        checks.rms_norm(x, w, out)
         width = x.shape[-1]
         weight = [1.0] * width if w is None else read("rms_norm", "w", w)
         y, inverse_rms = [], []
@@ -309,7 +321,7 @@ class OracleBackend(Backend):
             inverse = 1.0 / math.sqrt(mean_square) if mean_square != 0.0 else math.inf
             inverse_rms.append(inverse)
             y.append([v * inverse * k for v, k in zip(row, weight, strict=True)])
-        return to_tensor(y, x.shape), _NormSaved(x, inverse_rms) if grad else None
+        return store("rms_norm", y, x.shape, out), _NormSaved(x, inverse_rms) if grad else None
 
     def rms_norm_backward(
         self,
@@ -348,10 +360,11 @@ class OracleBackend(Backend):
         seq_start: Tensor | None = None,
         lengths: Tensor | None = None,
         activation: str | None = "silu",
+        out: Tensor | None = None,
         grad: bool = True,
     ) -> tuple[Tensor, Tensor, Any]:
         op = "conv1d"
-        checks.conv1d(x, w, bias, initial_state, seq_start, lengths, activation)
+        checks.conv1d(x, w, bias, initial_state, seq_start, lengths, activation, out)
         inputs = ConvInputs(
             x=read(op, "x", x),
             w=read(op, "w", w),
@@ -363,7 +376,8 @@ class OracleBackend(Backend):
         )
         y, final, before = conv_forward(inputs)
         final_state = to_tensor(final, (x.shape[0], w.shape[1] - 1, x.shape[2]))
-        return to_tensor(y, x.shape), final_state, _ConvSaved(x.shape, inputs, before) if grad else None
+        saved = _ConvSaved(x.shape, inputs, before) if grad else None
+        return store(op, y, x.shape, out), final_state, saved
 
     def conv1d_backward(
         self,
@@ -404,11 +418,12 @@ class OracleBackend(Backend):
         initial_state: Tensor | None = None,
         seq_start: Tensor | None = None,
         lengths: Tensor | None = None,
+        out: Tensor | None = None,
         grad: bool = True,
     ) -> tuple[Tensor, Tensor, Any]:
         op = "selective_scan"
         checks.selective_scan(
-            u, delta, a, b, c, d, z, delta_bias, discretization, initial_state, seq_start, lengths
+            u, delta, a, b, c, d, z, delta_bias, discretization, initial_state, seq_start, lengths, out
         )
         inputs = ScanInputs(
             u=read(op, "u", u),
@@ -427,7 +442,7 @@ class OracleBackend(Backend):
         )
         y, final = scan_forward(inputs)
         final_state = to_tensor(final, (u.shape[0], *a.shape))
-        return to_tensor(y, u.shape), final_state, _ScanSaved(u.shape, inputs) if grad else None
+        return store(op, y, u.shape, out), final_state, _ScanSaved(u.shape, inputs) if grad else None
 
     def selective_scan_backward(
         self,
@@ -540,11 +555,11 @@ class OracleBackend(Backend):
         stats: Tensor,
     ) -> None:
         op = "adamw_"
-        checks.adamw_(params, grads, m, v, weight_decay, stats)
+        checks.adamw_(params, grads, m, v, weight_decay, grad_norm, stats)
         skipped = read(op, "stats", stats)[0]
         norm = read_flat(op, "grad_norm", grad_norm)[0]
         if not math.isfinite(norm):
-            stats[0] = skipped + 1.0
+            stats[...] = to_tensor([skipped + 1.0, norm, 0.0, 0.0], (4,))
             return
         clip = min(1.0, max_grad_norm / (norm + 1e-6)) if max_grad_norm > 0.0 else 1.0
         t = step - skipped
@@ -581,9 +596,10 @@ class OracleBackend(Backend):
         bias: Tensor | None = None,
         *,
         activation: str | None = "silu",
+        out: Tensor | None = None,
     ) -> Tensor:
-        checks.conv1d_step(x, state, w, bias, activation)
-        return super().conv1d_step(x, state, w, bias, activation=activation)
+        checks.conv1d_step(x, state, w, bias, activation, out)
+        return super().conv1d_step(x, state, w, bias, activation=activation, out=out)
 
     def selective_scan_step(
         self,
@@ -599,8 +615,9 @@ class OracleBackend(Backend):
         *,
         delta_softplus: bool = True,
         discretization: str = "zoh",
+        out: Tensor | None = None,
     ) -> Tensor:
-        checks.selective_scan_step(u, delta, a, b, c, d, z, delta_bias, state, discretization)
+        checks.selective_scan_step(u, delta, a, b, c, d, z, delta_bias, state, discretization, out)
         return super().selective_scan_step(
             u,
             delta,
@@ -613,4 +630,5 @@ class OracleBackend(Backend):
             state,
             delta_softplus=delta_softplus,
             discretization=discretization,
+            out=out,
         )

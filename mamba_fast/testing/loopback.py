@@ -223,8 +223,8 @@ class LoopbackBackend(Backend):
         self.uploads += 1
         return sealed
 
-    def to_host(self, tensor: Tensor) -> np.ndarray:
-        host = self._oracle.to_host(self._open("to_host", "tensor", tensor))
+    def to_host(self, tensor: Tensor, *, copy: bool = True) -> np.ndarray:
+        host = self._oracle.to_host(self._open("to_host", "tensor", tensor), copy=copy)
         self.transfers += 1
         self.downloads += 1
         return host
@@ -267,6 +267,9 @@ class LoopbackBackend(Backend):
     def add_(self, dst: Tensor, src: Tensor) -> None:
         self._run("add_", {"src": src}, {"dst": dst})
 
+    def scale_(self, dst: Tensor, factor: float) -> None:
+        self._run("scale_", {}, {"dst": dst}, factor=factor)
+
     def sum(self, x: Tensor) -> Tensor:
         return self._seal(self._run("sum", {"x": x}, {}))
 
@@ -281,10 +284,12 @@ class LoopbackBackend(Backend):
 
     # ---- embedding, matrix products, normalisation --------------------------------------------
 
-    def embedding(self, ids: Tensor, table: Tensor, *, grad: bool = True) -> tuple[Tensor, Any]:
+    def embedding(
+        self, ids: Tensor, table: Tensor, *, out: Tensor | None = None, grad: bool = True
+    ) -> tuple[Tensor, Any]:
         reads: Operands = {"ids": ids, "table": table}
-        y, saved = self._run("embedding", reads, {}, grad=grad)
-        return self._seal(y), self._keep("embedding", saved, reads)
+        y, saved = self._run("embedding", reads, {"out": out}, grad=grad)
+        return self._seal(y) if out is None else out, self._keep("embedding", saved, reads)
 
     def embedding_backward(self, dy: Tensor, saved: Any, *, d_table: Tensor) -> None:
         record = self._use("embedding_backward", saved)
@@ -329,10 +334,12 @@ class LoopbackBackend(Backend):
         )
         return dx if dx is None else self._seal(dx) if out is None else out
 
-    def rms_norm(self, x: Tensor, w: Tensor | None, eps: float, *, grad: bool = True) -> tuple[Tensor, Any]:
+    def rms_norm(
+        self, x: Tensor, w: Tensor | None, eps: float, *, out: Tensor | None = None, grad: bool = True
+    ) -> tuple[Tensor, Any]:
         reads: Operands = {"x": x, "w": w}
-        y, saved = self._run("rms_norm", reads, {}, eps=eps, grad=grad)
-        return self._seal(y), self._keep("rms_norm", saved, reads)
+        y, saved = self._run("rms_norm", reads, {"out": out}, eps=eps, grad=grad)
+        return self._seal(y) if out is None else out, self._keep("rms_norm", saved, reads)
 
     def rms_norm_backward(
         self,
@@ -365,6 +372,7 @@ class LoopbackBackend(Backend):
         seq_start: Tensor | None = None,
         lengths: Tensor | None = None,
         activation: str | None = "silu",
+        out: Tensor | None = None,
         grad: bool = True,
     ) -> tuple[Tensor, Tensor, Any]:
         reads: Operands = {
@@ -375,8 +383,9 @@ class LoopbackBackend(Backend):
             "seq_start": seq_start,
             "lengths": lengths,
         }
-        y, final_state, saved = self._run("conv1d", reads, {}, activation=activation, grad=grad)
-        return self._seal(y), self._seal(final_state), self._keep("conv1d", saved, reads)
+        y, final_state, saved = self._run("conv1d", reads, {"out": out}, activation=activation, grad=grad)
+        y = self._seal(y) if out is None else out
+        return y, self._seal(final_state), self._keep("conv1d", saved, reads)
 
     def conv1d_backward(
         self,
@@ -418,6 +427,7 @@ class LoopbackBackend(Backend):
         initial_state: Tensor | None = None,
         seq_start: Tensor | None = None,
         lengths: Tensor | None = None,
+        out: Tensor | None = None,
         grad: bool = True,
     ) -> tuple[Tensor, Tensor, Any]:
         reads: Operands = {
@@ -436,12 +446,13 @@ class LoopbackBackend(Backend):
         y, final_state, saved = self._run(
             "selective_scan",
             reads,
-            {},
+            {"out": out},
             delta_softplus=delta_softplus,
             discretization=discretization,
             grad=grad,
         )
-        return self._seal(y), self._seal(final_state), self._keep("selective_scan", saved, reads)
+        y = self._seal(y) if out is None else out
+        return y, self._seal(final_state), self._keep("selective_scan", saved, reads)
 
     def selective_scan_backward(
         self,
@@ -558,9 +569,10 @@ class LoopbackBackend(Backend):
         bias: Tensor | None = None,
         *,
         activation: str | None = "silu",
+        out: Tensor | None = None,
     ) -> Tensor:
-        checks.conv1d_step(x, state, w, bias, activation)
-        return super().conv1d_step(x, state, w, bias, activation=activation)
+        checks.conv1d_step(x, state, w, bias, activation, out)
+        return super().conv1d_step(x, state, w, bias, activation=activation, out=out)
 
     def selective_scan_step(
         self,
@@ -576,8 +588,9 @@ class LoopbackBackend(Backend):
         *,
         delta_softplus: bool = True,
         discretization: str = "zoh",
+        out: Tensor | None = None,
     ) -> Tensor:
-        checks.selective_scan_step(u, delta, a, b, c, d, z, delta_bias, state, discretization)
+        checks.selective_scan_step(u, delta, a, b, c, d, z, delta_bias, state, discretization, out)
         return super().selective_scan_step(
             u,
             delta,
@@ -590,4 +603,5 @@ class LoopbackBackend(Backend):
             state,
             delta_softplus=delta_softplus,
             discretization=discretization,
+            out=out,
         )
