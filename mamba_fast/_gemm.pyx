@@ -86,52 +86,61 @@ cdef struct Product:
     float *partial          # (chunks, m, n): the results of the chunks
 
 
-cdef PyThread_type_lock _guard = PyThread_allocate_lock()    # guards the next three, and the calls of _set
+cdef PyThread_type_lock _guard = PyThread_allocate_lock()   # guards _inside, _restore and the library's number
+cdef PyThread_type_lock _gate = PyThread_allocate_lock()    # passed on the way in, held while a fork is made
+cdef PyThread_type_lock _idle = PyThread_allocate_lock()    # held by the products being computed, or by a fork
 cdef int _inside = 0        # products being computed
 cdef int _restore = 1       # the library's own number of threads outside
-cdef set_threads _set = NULL
 
 
 cdef void enter(get_threads get, set_threads set) noexcept nogil:
     """Hold the library to one thread until the last of the concurrent products leaves."""
-    global _inside, _restore, _set
+    global _inside, _restore
+    PyThread_acquire_lock(_gate, 1)
     PyThread_acquire_lock(_guard, 1)
     if _inside == 0:
+        PyThread_acquire_lock(_idle, 1)
         _restore = get()
-        _set = set
         if _restore != 1:
             set(1)
     _inside += 1
     PyThread_release_lock(_guard)
+    PyThread_release_lock(_gate)
 
 
 cdef void leave(get_threads get, set_threads set) noexcept nogil:
     global _inside
     PyThread_acquire_lock(_guard, 1)
     _inside -= 1
-    # Another number than 1 is somebody else's wish, made meanwhile (threadpoolctl): it stays.
-    if _inside == 0 and _restore != 1 and get() == 1:
-        set(_restore)
+    if _inside == 0:
+        # Another number than 1 is somebody else's wish, made meanwhile (threadpoolctl): it stays.
+        if _restore != 1 and get() == 1:
+            set(_restore)
+        PyThread_release_lock(_idle)
     PyThread_release_lock(_guard)
 
 
+# A child that is forked while another thread computes a product would keep the library at one thread, and
+# with bad luck a lock of the library's that nobody releases. So a fork waits for the products to end, and
+# they for it.
+
 def before_fork() -> None:
-    """Let no thread be between the library's number and our count of products while a fork is made."""
     with nogil:
-        PyThread_acquire_lock(_guard, 1)
+        PyThread_acquire_lock(_gate, 1)
+        PyThread_acquire_lock(_idle, 1)
 
 
 def after_fork_in_parent() -> None:
-    PyThread_release_lock(_guard)
+    PyThread_release_lock(_idle)
+    PyThread_release_lock(_gate)
 
 
 def after_fork_in_child() -> None:
-    """The products of other threads do not exist here and will never leave: leave for them."""
-    global _guard, _inside
+    """New locks: releasing the copy of one that threads of the parent may wait for is not defined."""
+    global _guard, _gate, _idle
     _guard = PyThread_allocate_lock()
-    if _inside > 0 and _restore != 1:
-        _set(_restore)
-    _inside = 0
+    _gate = PyThread_allocate_lock()
+    _idle = PyThread_allocate_lock()
 
 
 cdef void gemm(const Product *p, Py_ssize_t m, Py_ssize_t n, Py_ssize_t k, const float *a, const float *b, float beta,
