@@ -43,12 +43,23 @@ def embedding(
 def linear(
     backend: Backend, x: Tensor, w: Param, bias: Param | None = None, *, grad: bool = True
 ) -> tuple[Tensor, Backprop | None]:
-    """x (..., I), w (O, I) -> x @ w.T + bias (..., O)."""
+    """x (..., I), w (O, I) -> x @ w.T + bias (..., O). `backprop(dy, need_dx=False)` returns None."""
     y, saved = backend.linear(x, w.value, _value(bias), grad=grad)
 
-    def backprop(dy: Tensor, *, out: Tensor | None = None, accumulate: bool = False) -> Tensor | None:
+    def backprop(
+        dy: Tensor, *, need_dx: bool = True, out: Tensor | None = None, accumulate: bool = False
+    ) -> Tensor | None:
+        if not need_dx:
+            out, accumulate = None, False
         return backend.linear_backward(
-            dy, saved, w.value, dw=w.grad, dbias=_grad(bias), out=out, accumulate=accumulate
+            dy,
+            saved,
+            w.value,
+            dw=w.grad,
+            dbias=_grad(bias),
+            need_dx=need_dx,
+            out=out,
+            accumulate=accumulate,
         )
 
     return y, backprop if grad else None

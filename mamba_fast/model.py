@@ -71,7 +71,8 @@ class MambaLM:
 
     def parameters(self) -> dict[str, np.ndarray]:
         """A copy of every parameter by name, frozen ones included, in the order of SPEC 1."""
-        return {name: self.backend.to_host(self.store.values[name]) for name in self.store.names}
+        values = self.store.values
+        return {name: self.backend.to_host(values[name]) for name in self.store.names}
 
     def load_parameters(self, parameters: Mapping[str, Any]) -> None:
         """Set every parameter, from arrays of any float type and layout.
@@ -94,8 +95,10 @@ class MambaLM:
         checkpoint.write_model(directory, self.config, parameters)
 
     def _write(self, parameters: Mapping[str, np.ndarray]) -> None:
+        values = self.store.values
         for name in self.store.names:
-            self.backend.copy_(self.store.values[name], self.backend.from_host(parameters[name], copy=False))
+            self.backend.copy_(values[name], self.backend.from_host(parameters[name], copy=False))
+        self.store.changed()
 
     # ---- whole sequences ----------------------------------------------------------------------
 
@@ -105,7 +108,7 @@ class MambaLM:
         tensors = self._tensors(batch)
         result: np.ndarray | None = None
         start = 0
-        for rows in lm.logits_by_rows(self.backend, self.config, bind(self.store), **tensors):
+        for rows in lm.logits_by_rows(self.backend, self.config, self.store.weights(), **tensors):
             part = self.backend.to_host(rows)
             if result is None:
                 result = np.empty((batch.ids.size, self.config.vocab_size), part.dtype)
@@ -125,7 +128,7 @@ class MambaLM:
     ) -> tuple[float, int]:
         """Summed cross-entropy, in nats, and the number of predicted positions (which may be 0)."""
         batch = self._checked(ids, targets=targets, seq_start=seq_start, attention_mask=attention_mask)
-        total = lm.loss(self.backend, self.config, bind(self.store), **self._tensors(batch))
+        total = lm.loss(self.backend, self.config, self.store.weights(), **self._tensors(batch))
         return self._float(total), batch.predicted
 
     def loss_and_grads(
@@ -152,7 +155,7 @@ class MambaLM:
         total = lm.loss_and_gradients(
             self.backend,
             self.config,
-            bind(self.store, grads),
+            bind(self.store.values, grads),
             scale=1.0 / batch.predicted,
             activation_checkpointing=activation_checkpointing,
             **self._tensors(batch),
@@ -191,7 +194,7 @@ class MambaLM:
         return lm.loss_and_gradients(
             self.backend,
             self.config,
-            bind(self.store, self.store.grads, self.store.trainable),
+            self.store.training(),
             scale=scale,
             activation_checkpointing=activation_checkpointing,
             **self._tensors(batch),
@@ -227,30 +230,40 @@ class MambaLM:
         state
             the state passed in. A row without a real position in this piece keeps its state, and
             its logits are undefined.
+
+        Raises
+        ------
+        ValueError
+            wrong input, or a state of another model or backend object. The state is untouched then.
         """
+        state.check(self.backend, self.config)
         batch = inputs.piece(ids, self.config.vocab_size, lengths=lengths, attention_mask=attention_mask)
         if batch.ids.shape[0] != state.batch:
             raise ValueError(f"ids has {batch.ids.shape[0]} rows, but the state has {state.batch} sequences")
-        before = state.layers
-        logits = lm.prefill(
+        logits, layers = lm.prefill(
             self.backend,
             self.config,
-            bind(self.store),
+            self.store.weights(),
             last=self.backend.from_host(batch.last, "i32"),
-            state=state,
+            states=state.layers,
             **self._tensors(batch),
         )
-        state.keep_rows(batch.absent, before)
-        return self.backend.to_host(logits), state
+        host = self.backend.to_host(logits)
+        state.advance(layers, staying=batch.absent)
+        return host, state
 
     def step(self, ids: Any, state: DecodeState) -> tuple[np.ndarray, DecodeState]:
         """One more token of each sequence: ids (B) -> logits (B, V), and the state, updated.
 
-        Its time does not depend on how many tokens came before.
+        Its time does not depend on how many tokens came before. ValueError for wrong ids, and for a
+        state of another model or backend object.
         """
+        state.check(self.backend, self.config)
         checked = inputs.next_ids(ids, self.config.vocab_size, state.batch)
         tensor = self.backend.from_host(checked, "i32")
-        logits = lm.step(self.backend, self.config, bind(self.store), tensor, state)
+        logits = lm.step(
+            self.backend, self.config, self.store.weights(), tensor, state.layers, self.store.decays()
+        )
         return self.backend.to_host(logits), state
 
     # ---- generation ---------------------------------------------------------------------------

@@ -63,6 +63,7 @@ class AdamW:
         max_delta: float = 0.0,
     ) -> None:
         self._backend = backend
+        self._store = store
         self._options = {
             "beta1": beta1, "beta2": beta2, "eps": eps, "max_grad_norm": max_grad_norm, "max_delta": max_delta
         }  # fmt: skip
@@ -95,18 +96,21 @@ class AdamW:
         """Apply the store's gradients, which are only read. Nothing waits."""
         self.attempts += 1
         m, v = self._moments
-        self._backend.adamw_(
-            self._params,
-            self._grads,
-            m,
-            v,
-            lr=lr,
-            weight_decay=self._weight_decay,
-            step=self.attempts,
-            grad_norm=self._backend.global_norm(self._grads),
-            stats=self._stats,
-            **self._options,
-        )
+        try:
+            self._backend.adamw_(
+                self._params,
+                self._grads,
+                m,
+                v,
+                lr=lr,
+                weight_decay=self._weight_decay,
+                step=self.attempts,
+                grad_norm=self._backend.global_norm(self._grads),
+                stats=self._stats,
+                **self._options,
+            )
+        finally:
+            self._store.changed()
 
     def stats(self) -> OptimizerStats:
         """Counters and norms of the last step. Waits for the device."""

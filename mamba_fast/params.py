@@ -8,7 +8,7 @@ each parameter as a view in its own shape. Everything is keyed by name, never by
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,9 +22,9 @@ __all__ = [
     "Layout",
     "Param",
     "ParamStore",
+    "Params",
     "Slabs",
     "bind",
-    "layer_params",
     "model_layout",
     "param_matrix_shape",
     "parameter_shapes",
@@ -208,7 +208,7 @@ class Slabs:
 
     def __init__(self, backend: Backend, layout: Layout) -> None:
         self._backend = backend
-        self._layout = layout
+        self.layout = layout
         self._places, sizes = layout.places(backend.max_tensor_bytes)
         self._flat = [backend.zeros((size,)) for size in sizes]
         self._views = {
@@ -245,7 +245,7 @@ class Slabs:
             else:
                 runs.append([name])
             last = name
-        return [(self._span(run[0], run[-1]), run[0] in self._layout.decayed) for run in runs]
+        return [(self._span(run[0], run[-1]), run[0] in self.layout.decayed) for run in runs]
 
     def _span(self, first: str, last: str) -> Tensor:
         place = self._places[first]
@@ -258,8 +258,6 @@ class ParamStore:
     Attributes
     ----------
     layout : Layout
-    values : Slabs
-        the weights
     trainable : set of str
         names whose gradients are wanted and that an optimizer may change; every name at first
     """
@@ -267,9 +265,13 @@ class ParamStore:
     def __init__(self, backend: Backend, layout: Layout) -> None:
         self._backend = backend
         self.layout = layout
-        self.values = Slabs(backend, layout)
         self.trainable = set(layout.shapes)
+        self._values = Slabs(backend, layout)
         self._grads: Slabs | None = None
+        self._weights: Params | None = None
+        self._training: tuple[frozenset[str], Params] | None = None
+        self._version = 0
+        self._decays: tuple[int, tuple[Tensor, ...]] | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -277,11 +279,51 @@ class ParamStore:
         return tuple(self.layout.shapes)
 
     @property
+    def values(self) -> Slabs:
+        """The weights. Whoever asks for them may write to them, so this counts as `changed`.
+
+        Who keeps a tensor of it and writes later calls `changed` after that, as an optimizer does.
+        """
+        self.changed()
+        return self._values
+
+    @property
     def grads(self) -> Slabs:
         """The gradients; allocated, as zeros, when first asked for."""
         if self._grads is None:
             self._grads = Slabs(self._backend, self.layout)
         return self._grads
+
+    def changed(self) -> None:
+        """Weights were written: drop what was computed from them."""
+        self._version += 1
+        self._decays = None
+
+    def weights(self) -> Params:
+        """The parameters without gradients; only to be read."""
+        if self._weights is None:
+            self._weights = bind(self._values)
+        return self._weights
+
+    def training(self) -> Params:
+        """The parameters, those that are trainable now with `grads`."""
+        if self._training is None or self._training[0] != self.trainable:
+            names = frozenset(self.trainable)
+            self._training = names, bind(self._values, self.grads, names)
+        return self._training[1]
+
+    def decays(self) -> tuple[Tensor, ...]:
+        """A = -exp(clamp(A_log)) of every layer, (E, N), kept until the weights change; only to be read.
+
+        For decoding, where a token is so little work that this would be a good part of it.
+        """
+        kept = self._decays
+        version = self._version  # taken first: a write meanwhile, from another thread, makes the result old
+        if kept is None or kept[0] != version:
+            layers = self.weights().layers
+            a = tuple(self._backend.decay(p["A_log"].value, grad=False)[0] for p in layers)  # type: ignore[union-attr]
+            self._decays = kept = version, a
+        return kept[1]
 
 
 # ---- what the model's code works with ---------------------------------------------------------
@@ -295,16 +337,26 @@ class Param:
     grad: Tensor | None = None
 
 
-def bind(
-    store: ParamStore, grads: Slabs | None = None, names: Iterable[str] | None = None
-) -> dict[str, Param]:
-    """Every parameter by name, with gradients for `names` (None: for all) where `grads` is given."""
-    if grads is None:
-        return {name: Param(store.values[name]) for name in store.names}
-    wanted = set(store.names if names is None else names)
-    return {name: Param(store.values[name], grads[name] if name in wanted else None) for name in store.names}
+@dataclass(frozen=True, slots=True)
+class Params:
+    """A model's parameters as its code asks for them."""
+
+    top: Mapping[str, Param]
+    """Those outside the blocks, by name: `embedding`, `final_norm` and what there is of the head."""
+    layers: tuple[Mapping[str, Param | None], ...]
+    """Each block's by short name; None for a bias that the config switches off."""
 
 
-def layer_params(params: Mapping[str, Param], layer: int) -> dict[str, Param | None]:
-    """One block's parameters by their short names; None for a bias that the config switches off."""
-    return {name: params.get(f"layer{layer}.{name}") for name in BLOCK_PARAMETERS}
+def bind(values: Slabs, grads: Slabs | None = None, names: Collection[str] | None = None) -> Params:
+    """The parameters in `values`, with gradients for `names` (None: for all) where `grads` is given."""
+    top: dict[str, Param] = {}
+    layers: dict[str, dict[str, Param | None]] = {}
+    for name in values.layout.shapes:
+        wanted = grads is not None and (names is None or name in names)
+        param = Param(values[name], grads[name] if wanted else None)  # type: ignore[index]
+        layer, dot, short = name.partition(".")
+        if dot:
+            layers.setdefault(layer, dict.fromkeys(BLOCK_PARAMETERS))[short] = param
+        else:
+            top[name] = param
+    return Params(top, tuple(layers.values()))

@@ -59,15 +59,42 @@ class DecodeState:
             self._backend, [LayerState(self._copy(s.conv), self._copy(s.ssm)) for s in self.layers]
         )
 
-    def keep_rows(self, rows: Sequence[int], before: list[LayerState]) -> None:
-        """Put rows back to what they were in `before` (the layers of an earlier moment)."""
-        for now, old in zip(self.layers, before, strict=True):
-            for new_tensor, old_tensor in zip(now, old, strict=True):
-                for row in rows:
-                    self._backend.copy_(
-                        self._backend.view(new_tensor, 0, row, row + 1),
-                        self._backend.view(old_tensor, 0, row, row + 1),
-                    )
+    def check(self, backend: Backend, config: MambaConfig) -> None:
+        """ValueError unless this is a state of a model with this backend object and these sizes."""
+        e, n, k = config.d_inner, config.d_state, config.d_conv
+        fault = None
+        if self._backend is not backend:
+            fault = (
+                f"it lies on another backend object ({self._backend.name!r}; the model's: {backend.name!r})"
+            )
+        elif len(self.layers) != config.n_layers:
+            fault = f"it has {len(self.layers)} layers, expected {config.n_layers}"
+        else:
+            conv, ssm = (self.batch, k - 1, e), (self.batch, e, n)
+            for i, layer in enumerate(self.layers):
+                shapes = tuple(layer.conv.shape), tuple(layer.ssm.shape)
+                if shapes != (conv, ssm):
+                    fault = f"layer {i} has the shapes {shapes[0]} and {shapes[1]}, expected {conv} and {ssm}"
+                    break
+        if fault:
+            raise ValueError(
+                f"state is not one of this model: {fault}; make one with model.init_state(batch)"
+            )
+
+    def advance(self, layers: list[LayerState], staying: Sequence[int] = ()) -> None:
+        """Take over the layers of a later moment, but for the rows `staying`, which keep what they hold.
+
+        Those rows are overwritten in `layers`.
+        """
+        if staying:
+            for later, now in zip(layers, self.layers, strict=True):
+                for new_tensor, old_tensor in zip(later, now, strict=True):
+                    for row in staying:
+                        self._backend.copy_(
+                            self._backend.view(new_tensor, 0, row, row + 1),
+                            self._backend.view(old_tensor, 0, row, row + 1),
+                        )
+        self.layers = layers
 
     def _copy(self, tensor: Tensor) -> Tensor:
         copy = self._backend.empty(tensor.shape)

@@ -88,9 +88,10 @@ def test_block_steps_equal_the_block_on_the_whole_sequence(backend):
     config = MambaConfig(1, d, 1, d_state=n, d_conv=k, d_inner=e, dt_rank=r)
     params = {name: Param(backend.from_host(data[f"w.{name}"])) for name in BLOCK_PARAMETERS}
     state = DecodeState.zeros(backend, config, batch).layers[0]
+    a, _ = backend.decay(params["A_log"].value, grad=False)
     steps = []
     for t in range(length):
-        y = block_step(backend, config, params, backend.from_host(data["x"][:, t]), state)
+        y = block_step(backend, config, params, backend.from_host(data["x"][:, t]), state, a)
         steps.append(backend.to_host(y))
     limit = tolerance(backend.name, "logits")
     assert relative_l2(np.stack(steps, axis=1), data["output"]) <= limit

@@ -15,7 +15,6 @@ from mamba_fast.params import (
     ParamStore,
     Slabs,
     bind,
-    layer_params,
     model_layout,
     param_matrix_shape,
     parameter_shapes,
@@ -217,17 +216,84 @@ def test_everything_is_trainable_at_first(backend):
 
 def test_bind_gives_gradients_to_the_wanted_names_only(backend):
     store = ParamStore(backend, small_layout())
-    assert all(param.grad is None for param in bind(store).values())
-    assert all(param.grad is not None for param in bind(store, store.grads).values())
-    some = bind(store, store.grads, {"b"})
+    assert all(param.grad is None for param in bind(store.values).top.values())
+    assert all(param.grad is not None for param in bind(store.values, store.grads).top.values())
+    some = bind(store.values, store.grads, {"b"}).top
     assert [name for name, param in some.items() if param.grad is not None] == ["b"]
 
 
 def test_a_block_sees_short_names_and_none_for_an_absent_bias(backend):
     config = CONFIG.replace(use_conv_bias=False)
     store = ParamStore(backend, model_layout(config))
-    block = layer_params(bind(store), 1)
+    params = bind(store.values)
+    assert list(params.top) == ["embedding", "final_norm", "lm_head_bias"]
+    assert len(params.layers) == 2
+    block = params.layers[1]
     assert list(block) == list(BLOCK)
     assert block["bConv"] is None
     assert np.shape(backend.to_host(block["wConv"].value)) == (10, 4)
     assert block["A_log"].value is store.values["layer1.A_log"]
+
+
+# ---- what a store keeps -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def store(backend):
+    return ParamStore(backend, model_layout(CONFIG))
+
+
+def with_gradients(params) -> set[str]:
+    named = {
+        f"layer{i}.{name}": param for i, layer in enumerate(params.layers) for name, param in layer.items()
+    }
+    return {
+        name
+        for name, param in {**params.top, **named}.items()
+        if param is not None and param.grad is not None
+    }
+
+
+def test_the_parameters_for_reading_are_made_once(store):
+    assert store.weights() is store.weights()
+    assert with_gradients(store.weights()) == set()
+
+
+def test_the_parameters_for_training_are_made_once_for_one_trainable_set(store):
+    first = store.training()
+    assert with_gradients(first) == set(store.names)
+    assert store.training() is first
+    store.trainable = set(store.names)
+    assert store.training() is first
+
+
+def test_the_parameters_for_training_follow_a_changed_or_replaced_trainable_set(store):
+    store.training()
+    store.trainable.discard("layer1.A_log")
+    assert with_gradients(store.training()) == set(store.names) - {"layer1.A_log"}
+    store.trainable = {"embedding", "layer0.wConv"}
+    assert with_gradients(store.training()) == {"embedding", "layer0.wConv"}
+    store.trainable.add("final_norm")
+    assert with_gradients(store.training()) == {"embedding", "layer0.wConv", "final_norm"}
+
+
+def test_the_decays_are_kept_until_the_weights_are_asked_for_to_be_written(backend, store):
+    first = store.decays()
+    assert [backend.to_host(a).tolist() for a in first] == [[[-1.0] * 3] * 10] * 2
+    assert store.decays() is first
+    backend.fill_(store.values["layer1.A_log"], np.log(2.0))
+    assert np.allclose([backend.to_host(a)[0, 0] for a in store.decays()], [-1.0, -2.0])
+
+
+def test_decays_made_while_the_weights_are_written_are_not_kept(backend, store, monkeypatch):
+    decay = backend.decay
+
+    def written_meanwhile(a_log, *, grad):
+        result = decay(a_log, grad=grad)
+        store.changed()
+        return result
+
+    monkeypatch.setattr(backend, "decay", written_meanwhile)
+    old = store.decays()
+    monkeypatch.setattr(backend, "decay", decay)
+    assert store.decays() is not old
