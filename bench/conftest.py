@@ -30,7 +30,7 @@ def runners() -> list[Runner]:
 
 @pytest.fixture(params=runners(), ids=lambda runner: runner.label)
 def backend(request) -> Iterator[Backend]:
-    """The backend under test; with one thread, numpy's BLAS has one thread too."""
+    """The backend under test; with one thread, products that are numpy's run on one thread too."""
     runner: Runner = request.param
     options = {} if runner.threads is None else {"threads": runner.threads}
     with threadpoolctl.threadpool_limits(limits=runner.threads):

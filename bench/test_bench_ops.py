@@ -13,6 +13,10 @@ import pytest
 SCANS = [(16, 256, 256, 16), (1, 512, 1536, 16), (1, 4096, 512, 16)]
 CONVS = [(16, 256, 256, 4), (1, 512, 1536, 4)]
 ROWS = [(4096, 128), (512, 768)]
+# Rows, inputs, outputs: projections in training, four sequences and one in decoding, the head for one.
+PRODUCTS = [(4096, 128, 512), (512, 768, 3072), (4, 768, 3072), (1, 1536, 768), (1, 768, 50280)]
+# The last has a small result and a long sum.
+WEIGHT_GRADIENTS = [(4096, 128, 512), (512, 768, 3072), (8192, 64, 64)]
 
 
 def name(shape) -> str:
@@ -108,6 +112,31 @@ def test_conv_backward(timed, backend, device, shape):
         return (dy, saved, w), {"dw": dw, "dbias": dbias}
 
     timed(f"conv backward {name(shape)}", backend.conv1d_backward, setup=forward)
+
+
+@pytest.mark.parametrize("shape", PRODUCTS, ids=name)
+def test_linear_forward(timed, backend, device, shape):
+    rows, width, outputs = shape
+    x, w = device(rows, width), device.like(np.full((outputs, width), 0.01, np.float32))
+    timed(
+        f"linear forward {name(shape)}",
+        lambda: backend.linear(x, w, grad=False),
+        multiplications=rows * width * outputs,
+        bytes=4 * width * outputs,
+    )
+
+
+@pytest.mark.parametrize("shape", WEIGHT_GRADIENTS, ids=name)
+def test_linear_weight_gradient(timed, backend, device, shape):
+    rows, width, outputs = shape
+    x, w, dy = device(rows, width), device(outputs, width), device(rows, outputs)
+    dw = backend.zeros((outputs, width))
+    _, saved = backend.linear(x, w)
+    timed(
+        f"linear weight gradient {name(shape)}",
+        lambda: backend.linear_backward(dy, saved, w, dw=dw, need_dx=False),
+        multiplications=rows * width * outputs,
+    )
 
 
 @pytest.mark.parametrize("shape", ROWS, ids=name)
