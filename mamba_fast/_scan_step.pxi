@@ -48,6 +48,8 @@ cdef void step_task(void *context, Py_ssize_t task, int worker) noexcept nogil:
             delta += job.bias[e]
         if job.softplus:
             delta = mf_softplus(delta)
+        if delta != delta:
+            delta = NAN         # without its sign, which mf_exp2_parts asks for
         memset(lanes, 0, STEP_LANES * sizeof(float))
         n = 0
         while n < whole:
@@ -66,10 +68,12 @@ cdef void step_task(void *context, Py_ssize_t task, int worker) noexcept nogil:
 
 
 cdef inline float step_state(float a, float b, float h, float delta, float u, bint zoh) noexcept nogil:
-    cdef float s, p
+    cdef float s, p, t
     if mf_abs(a) < SMALLEST_A:
         a = SMALLEST_A if a > 0 else -SMALLEST_A
-    mf_exp2_parts(delta * (a * MF_LOG2E), &s, &p)
+    t = delta * (a * MF_LOG2E)
+    t = <float> 127.0 if <float> 127.0 < t else t
+    mf_exp2_parts(t, &s, &p)
     return advance(s, p, h, u if zoh else delta * u, b, <float> 1.0 / a, zoh)
 
 

@@ -38,19 +38,17 @@ MF_INLINE float mf_from_bits(int32_t bits) {
     return value;
 }
 
+#define MF_NAN mf_from_bits(0x7fc00000)
+#define MF_INFINITY mf_from_bits(0x7f800000)
+
 MF_INLINE int32_t mf_to_bits(float value) {
     int32_t bits;
     memcpy(&bits, &value, sizeof bits);
     return bits;
 }
 
-/* e^x for every x: 0 below -87.33 (no subnormals are made: they cost hundreds of cycles), infinity
- * above 88.72, NaN for NaN. Error below 1.1 ulp. */
-MF_INLINE float mf_exp(float x) {
-    float y = x < -87.33f ? -87.33f : x;
-    y = y > 88.7228394f ? 88.7228394f : y;
-    float shifted = y * MF_LOG2E + MF_ROUND;
-    float k = shifted - MF_ROUND;
+/* e^(y - k ln 2) for |y - k ln 2| <= 0.347 */
+MF_INLINE float mf_exp_reduced(float y, float k) {
     float r = y - k * 0.693145751953125f; /* ln 2 in two parts: k times the first is exact */
     r = r - k * 1.42860677e-6f;
     float p = 1.390551333e-03f;
@@ -59,24 +57,45 @@ MF_INLINE float mf_exp(float x) {
     p = p * r + 1.666657925e-01f;
     p = p * r + 5.000000000e-01f;
     p = p * (r * r) + r;
-    p = p + 1.0f;
-    /* 2^k as two factors: k may be 128, which is no exponent of a float. */
-    int32_t n = mf_to_bits(shifted) - 0x4b400000;
-    int32_t half = n >> 1;
-    p = p * mf_from_bits((half + 127) << 23);
-    p = p * mf_from_bits((n - half + 127) << 23);
-    p = x < -87.33f ? 0.0f : p;
-    return x > 88.7228394f ? mf_from_bits(0x7f800000) : p;
+    return p + 1.0f;
 }
 
-/* 2^t = s (1 + p) with s a power of two and |p| < 0.42; t is taken as -126 below that and as 127.4
- * above. NaN for NaN. `t` is a product with log2(e) in the scan, which saves a two-part reduction.
+/* e^x for x <= 0: 0 below -87.7, 0 for NaN. Error below 1.1 ulp.
+ *
+ * The clamp compares the bits as unsigned integers, among which the negative floats come last and grow
+ * with their magnitude: one instruction, where comparisons of floats let the compiler split the whole
+ * function into cases and blend their results. */
+MF_INLINE float mf_exp_neg(float x) {
+    uint32_t bits = (uint32_t)mf_to_bits(x);
+    float y = mf_from_bits((int32_t)(bits < 0xc2b00000u ? bits : 0xc2b00000u)); /* -88 */
+    float shifted = y * MF_LOG2E + MF_ROUND;
+    float k = shifted - MF_ROUND;
+    /* k = -127 gives the factor 0 */
+    return mf_exp_reduced(y, k) * mf_from_bits((int32_t)((uint32_t)(mf_to_bits(shifted) - 0x4b400000 + 127) << 23));
+}
+
+/* e^x for every x: 0 below -87, infinity above 88.72, NaN for NaN. Error below 1.1 ulp. */
+MF_INLINE float mf_exp(float x) {
+    uint32_t bits = (uint32_t)mf_to_bits(x);
+    float y = mf_from_bits((int32_t)(bits < 0xc2af0000u ? bits : 0xc2af0000u)); /* -87.5, as in mf_exp_neg */
+    float shifted = y * MF_LOG2E + MF_ROUND;
+    float p = mf_exp_reduced(y, shifted - MF_ROUND);
+    /* 2 and 2^(k - 1): k may be 128, which is no exponent of a float. k = -126 gives the factor 0. */
+    p = (p * 2.0f) * mf_from_bits((int32_t)((uint32_t)(mf_to_bits(shifted) - 0x4b400000 + 126) << 23));
+    p = x > 88.7228394f ? MF_INFINITY : p;
+    return x != x ? x : p;
+}
+
+/* 2^t = s (1 + p) with s a power of two and |p| < 0.42, for t <= 127.4; t is taken as -126 below that.
+ * `t` is a product with log2(e) in the scan, which saves a two-part reduction.
  *
  * The parts serve better than 2^t itself. h decays to s (p h + h): exact scaling of a sum that does
- * not cancel, so that a decay near 1 keeps its distance from 1 and one near 0 its own digits. */
+ * not cancel, so that a decay near 1 keeps its distance from 1 and one near 0 its own digits.
+ *
+ * The clamp is that of mf_exp_neg. A NaN passes if its sign bit is clear; callers see to that. */
 MF_INLINE void mf_exp2_parts(float t, float *s, float *p) {
-    float y = t < -126.0f ? -126.0f : t;
-    y = y > 127.4f ? 127.4f : y;
+    uint32_t bits = (uint32_t)mf_to_bits(t);
+    float y = mf_from_bits((int32_t)(bits < 0xc2fc0000u ? bits : 0xc2fc0000u));
     float shifted = y + MF_ROUND;
     float f = y - (shifted - MF_ROUND);
     float q = 1.538456418e-04f;
@@ -117,13 +136,14 @@ MF_INLINE float mf_abs(float x) {
 /* softplus(x) = log(1 + e^x) = max(x, 0) + log1p(e^-|x|), which never overflows. NaN for NaN.
  * Error below 2.4 ulp. */
 MF_INLINE float mf_softplus(float x) {
-    float w = mf_exp(-mf_abs(x));
+    float w = mf_exp_neg(-mf_abs(x));
     return (x < 0.0f ? 0.0f : x) + mf_log1p_unit(w);
 }
 
-/* 1 / (1 + e^-x), with full relative accuracy on both sides. NaN for NaN. Error below 2.4 ulp. */
+/* 1 / (1 + e^-x), with full relative accuracy on both sides. 1 for NaN: it is always
+ * multiplied by x here. Error below 2.4 ulp. */
 MF_INLINE float mf_sigmoid(float x) {
-    float w = mf_exp(-mf_abs(x));
+    float w = mf_exp_neg(-mf_abs(x));
     return (x < 0.0f ? w : 1.0f) / (1.0f + w);
 }
 
