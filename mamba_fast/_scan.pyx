@@ -57,7 +57,6 @@ cdef enum:
     # a load there waits for an earlier store to the other.
     STAGGER = 144
     WIDE_SLAB = 256     # channels in a task: a multiple of W
-    SERIAL_BELOW = 32768    # state updates below which threads cost more than they save
 
 ctypedef const int *ints
 
@@ -167,8 +166,9 @@ cdef void choose_slab(Job *job) noexcept nogil:
     job.n_chunks = (job.L + T - 1) // T
 
 
-cdef int thread_count(Job *job, int threads) noexcept nogil:
-    return 1 if job.B * job.L * job.E * job.N < SERIAL_BELOW else threads
+cdef int useful_threads(const Job *job, int threads) noexcept nogil:
+    """Each thread has scratch of its own: no more of them than there are tasks."""
+    return <int> max(<Py_ssize_t> 1, min(<Py_ssize_t> threads, job.B * job.n_slabs))
 
 
 cdef void set_inputs(Job *job, const float[:, :, :] u, const float[:, :, :] delta, const float[:, :] a,
@@ -241,7 +241,7 @@ def forward(const float[:, :, :] u, const float[:, :, :] delta, const float[:, :
     job.final_e = final_state.strides[1] // 4
     if checkpoints is not None:
         job.checkpoints = &checkpoints[0, 0, 0, 0]
-    threads = thread_count(&job, threads)
+    threads = useful_threads(&job, threads)
     job.scratch_floats = (forward_scratch(job.slab, job.pairs) + 31) // 16 * 16
     block = malloc((threads * job.scratch_floats + 16) * sizeof(float))
     if block == NULL:
@@ -301,7 +301,7 @@ def backward(const float[:, :, :] dy, const float[:, :, :] d_final_state, const 
         job.d_d = &d_d[0]
     if d_delta_bias is not None:
         job.d_bias = &d_delta_bias[0]
-    threads = thread_count(&job, threads)
+    threads = useful_threads(&job, threads)
     job.scratch_floats = (backward_scratch(job.slab, job.pairs) + 31) // 16 * 16
     rows = job.B * job.L
     block = malloc((16 + threads * job.scratch_floats + 2 * job.n_slabs * rows * job.N
@@ -355,7 +355,5 @@ def step(const float[:, :] u, const float[:, :] delta, const float[:, :] a, cons
     job.state_e = state.strides[1] // 4
     job.y = &y[0, 0]
     job.y_b = y.strides[0] // 4
-    if u.shape[0] * job.E * job.N < SERIAL_BELOW:
-        threads = 1
     with nogil:
         parallel_for(step_task, &job, u.shape[0] * job.blocks, threads)
