@@ -144,6 +144,24 @@ class IgnoresAccumulate(OracleBackend):
         return super().linear(*args, accumulate=False, **options)
 
 
+class IgnoresOut(OracleBackend):
+    def embedding(self, ids, table, *, out=None, grad=True):
+        return super().embedding(ids, table, grad=grad)
+
+    def selective_scan(self, *args, out=None, **options):
+        return super().selective_scan(*args, **options)
+
+    def conv1d_step(self, *args, out=None, **options):
+        return super().conv1d_step(*args, **options)
+
+
+class ScalesByHalves(OracleBackend):
+    """Takes the factor as a 16-bit number."""
+
+    def scale_(self, dst, factor):
+        super().scale_(dst, float(np.float16(factor)))
+
+
 class FillsTooMuch(OracleBackend):
     """Writes past the end of a view's rows."""
 
@@ -164,15 +182,15 @@ class WritesBesideAColumn(OracleBackend):
 
 
 class ChangesAnInput(OracleBackend):
-    def rms_norm(self, x, w, eps, *, grad=True):
-        result = super().rms_norm(x, w, eps, grad=grad)
+    def rms_norm(self, x, w, eps, **options):
+        result = super().rms_norm(x, w, eps, **options)
         x[...] = result[0]
         return result
 
 
 class TransfersInside(OracleBackend):
-    def embedding(self, ids, table, *, grad=True):
-        return super().embedding(ids, self.from_host(self.to_host(table)), grad=grad)
+    def embedding(self, ids, table, **options):
+        return super().embedding(ids, self.from_host(self.to_host(table)), **options)
 
 
 class IgnoresRestarts(OracleBackend):
@@ -229,6 +247,39 @@ class SkippedStepsCountForBiasCorrection(OracleBackend):
         super().adamw_(params, grads, m, v, step=int(step + skipped), stats=stats, **options)
 
 
+class SkipsInSilence(OracleBackend):
+    """Leaves the last norm in the stats when it skips a step."""
+
+    def adamw_(self, *args, grad_norm, stats, **options):
+        kept = stats[1:].copy()
+        super().adamw_(*args, grad_norm=grad_norm, stats=stats, **options)
+        if not np.isfinite(grad_norm).all():
+            stats[1:] = kept
+
+
+class FreezesOnOverflow(OracleBackend):
+    """Keeps the infinity of a square beyond float32, and with it a step of 0 for ever."""
+
+    def adamw_(self, params, grads, m, v, **options):
+        super().adamw_(params, grads, m, v, **options)
+        for gradient, second in zip(grads, v, strict=True):
+            second[gradient * gradient > np.finfo(np.float32).max] = np.inf
+
+
+class TruncatesOnTheWayIn(OracleBackend):
+    def from_host(self, array, dtype="f32", *, copy=True):
+        if dtype != "bf16":
+            return super().from_host(array, dtype, copy=copy)
+        return (np.asarray(array, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+
+class HandsOutItsMemory(OracleBackend):
+    """Gives an array that can be written without a copy."""
+
+    def to_host(self, tensor, *, copy=True):
+        return super().to_host(tensor)
+
+
 class NormOverflows(OracleBackend):
     def global_norm(self, tensors):
         with np.errstate(over="ignore"):
@@ -263,9 +314,9 @@ class TruncatesHalf(OracleBackend):
 class DifferentEveryTime(OracleBackend):
     runs = 0
 
-    def rms_norm(self, x, w, eps, *, grad=True):
+    def rms_norm(self, x, w, eps, **options):
         self.runs += 1
-        y, saved = super().rms_norm(x, w, eps, grad=grad)
+        y, saved = super().rms_norm(x, w, eps, **options)
         return y * (1.0 + self.runs * 2.0**-52), saved
 
 
@@ -299,6 +350,20 @@ FAULTS = [
         "linear_writes_or_adds_into_out_and_nowhere_else",
         {"case": cases.LINEAR_CASES[2], "layout": "contiguous", "out": "added"},
     ),
+    (
+        IgnoresOut,
+        "embedding_writes_inside_its_views_only",
+        {"layout": "columns"},
+    ),
+    (IgnoresOut, "selective_scan_writes_inside_its_views_only", {"case": SCAN, "layout": "contiguous"}),
+    (
+        IgnoresOut,
+        "conv1d_step_by_step_equals_conv1d_of_the_whole",
+        {"case": by_name(cases.CONV_CASES, "one_tap"), "layout": "contiguous"},
+    ),
+    (ScalesByHalves, "scale_multiplies_the_destination_only", {"factor": 0.3, "layout": "contiguous"}),
+    (TruncatesOnTheWayIn, "from_host_to_a_storage_type_rounds_as_cast_does", {"dtype": "bf16", "copy": True}),
+    (HandsOutItsMemory, "to_host_without_a_copy_gives_the_same_values_read_only", {"dtype": "f32"}),
     (FillsTooMuch, "fill_writes_the_view_only", {"layout": "columns"}),
     (FillsTooMuch, "fill_writes_the_view_only", {"layout": "slab"}),
     (WritesBesideAColumn, "selective_scan_writes_inside_its_views_only", {"case": SCAN, "layout": "columns"}),
@@ -316,6 +381,16 @@ FAULTS = [
     (AlwaysReturnsInitialStateGradient, "conv1d_matches_the_oracle", {"case": cases.CONV_CASES[2]}),
     (NoGuard, "adamw_skips_a_step_whose_gradient_is_not_finite", {"value": np.nan, "layout": "contiguous"}),
     (NoGuard, "adamw_skips_a_step_whose_gradient_is_not_finite", {"value": np.inf, "layout": "contiguous"}),
+    (
+        SkipsInSilence,
+        "adamw_skips_a_step_whose_gradient_is_not_finite",
+        {"value": np.nan, "layout": "contiguous"},
+    ),
+    (
+        FreezesOnOverflow,
+        "a_large_gradient_that_nothing_clips_does_not_freeze_its_element",
+        {"layout": "contiguous"},
+    ),
     (SkippedStepsCountForBiasCorrection, "a_skipped_step_leaves_no_trace", {}),
     (NormOverflows, "global_norm_neither_overflows_nor_underflows", {"size": 1e25}),
     (NormOverflows, "global_norm_neither_overflows_nor_underflows", {"size": 1e-25}),

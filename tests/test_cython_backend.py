@@ -239,6 +239,28 @@ def test_what_is_no_array_is_refused_with_the_remedy():
         cython().add(np.ones((2, 3), np.float32), type("Fake", (), {"shape": (2, 3)})())
 
 
+def test_a_storage_type_shares_nothing_with_the_host_and_keeps_special_values():
+    host = np.array([[1.0, np.nan, np.inf], [-0.0, 65504.0, 1e-7]], np.float16)
+    for dtype in ("f16", "bf16"):
+        tensor = cython().from_host(host, dtype, copy=False)
+        assert not np.shares_memory(tensor, host)
+        back = cython().to_host(tensor)
+        assert back.dtype == np.float32
+        assert np.isnan(back[0, 1])
+        assert np.signbit(back[1, 0])
+    assert np.array_equal(cython().to_host(cython().from_host(host, "f16")), host, equal_nan=True)
+
+
+def test_to_host_without_a_copy_shares_a_contiguous_tensor_and_leaves_it_writable():
+    tensor = cython().zeros((3, 4))
+    host = cython().to_host(tensor, copy=False)
+    assert np.shares_memory(host, tensor)
+    assert tensor.flags.writeable
+    assert not np.shares_memory(cython().to_host(tensor), tensor)
+    with pytest.raises(ValueError, match="read-only"):
+        host[0, 0] = 1.0
+
+
 def overlapping_calls():
     b, rng = cython(), np.random.default_rng(0)
     buffer = normal(rng, 4, 12)
@@ -295,6 +317,61 @@ def test_neighbouring_columns_of_one_buffer_do_not_overlap():
     )
     assert bits(*actual) == bits(*expected)
     assert np.isfinite(buffer).all()
+
+
+def spans_of_one_buffer():
+    """Pairs of column views and flat pieces of one buffer, with whether they share an element."""
+    buffer = np.zeros((4, 12), np.float32)
+    views = [
+        buffer[r0:r1, c0:c1]
+        for r0, r1 in ((0, 4), (1, 3), (2, 3))
+        for c0, c1 in ((0, 3), (2, 7), (7, 12), (0, 12))
+    ]
+    views += [buffer.reshape(-1)[start:stop] for start, stop in ((0, 5), (12, 24), (45, 48))]
+    views += [view.reshape(2, -1, view.shape[-1]) for view in views[:4]]
+    return list(itertools.product(views, repeat=2))
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_an_overlap_is_found_where_two_tensors_share_an_element_and_nowhere_else(monkeypatch, slow):
+    backend = create_backend(threads=1)
+    if slow:
+        monkeypatch.setattr(backend, "_operands", type("Never", (), {"clear": lambda *args: False}))
+    for dst, src in spans_of_one_buffer():
+        expected = np.shares_memory(dst, src)
+        for writes, reads in (({"dst": dst}, {"src": src}), ({"dst": dst, "other": src}, {})):
+            if expected:
+                with pytest.raises(ValueError, match="op: .* overlaps .* in memory"):
+                    backend._check("op", writes, reads)
+            else:
+                backend._check("op", writes, reads)
+        backend._check("op", {}, {"dst": dst, "src": src})
+
+
+def test_the_quick_look_settles_what_training_does():
+    clear = create_backend(threads=1)._operands.clear
+    buffer = np.zeros((2, 5, 12), np.float32)
+    columns = [buffer[..., :4], buffer[..., 4:8], buffer[..., 8:]]
+    flat = [np.zeros(7, np.float32) for _ in range(300)]
+    ids = np.zeros((2, 5), np.int32)
+    assert clear(columns, [*flat, None], [ids, None])
+    assert clear([*flat, None], [], [])
+    assert not clear([*flat, flat[150]], [], [])
+    assert not clear([ids], [], [])
+    assert not clear([], [ids], [])
+    assert not clear([], [], [flat[0]])
+
+
+def test_adamw_of_many_tensors_names_the_two_that_overlap():
+    many = [[np.zeros(4, np.float32) for _ in range(200)] for _ in range(4)]
+    many[2][7] = many[0][190]
+    with pytest.raises(
+        ValueError, match=r"adamw_: (m\[7\] overlaps params\[190\]|params\[190\] overlaps m\[7\])"
+    ):
+        cython().adamw_(
+            *many, lr=1.0, beta1=0.9, beta2=0.9, eps=1.0, weight_decay=[0.0] * 200, step=1,
+            grad_norm=np.ones(1, np.float32), stats=np.zeros(4, np.float32),
+        )  # fmt: skip
 
 
 def test_writing_into_read_only_memory_is_refused():

@@ -87,6 +87,16 @@ def test_add_is_exact_for_every_layout(layout):
     assert np.array_equal(view, a + b)
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "columns"])
+@pytest.mark.parametrize("factor", [-0.3, 0.0])
+def test_scale_is_one_rounding_for_every_layout(layout, factor):
+    backend = cython()
+    x = normal(np.random.default_rng(6), 70, 3, 241)
+    dst = columns(backend, x) if layout == "columns" else x.copy()
+    backend.scale_(dst, factor)
+    assert np.array_equal(dst, x * np.float32(factor))
+
+
 @pytest.mark.parametrize(("rows", "vocabulary"), [(1, 1), (2, 2), (3, 7), (5, 16), (4, 1025), (70, 33)])
 def test_cross_entropy_matches_the_oracle(rows, vocabulary):
     rng = np.random.default_rng(vocabulary)

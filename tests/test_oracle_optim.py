@@ -126,10 +126,31 @@ def test_weight_decay_is_each_tensors_own():
 def test_a_gradient_that_is_not_finite_changes_nothing_but_the_count(wrong: float):
     training = Training([[1.0, 2.0]], [3.0])
     training.step([[0.5, -0.5]], [1.0])
-    bits, stats = training.bits(), training.stats.copy()
+    bits = training.bits()
     training.step([[0.5, wrong]], [1.0])
     assert training.bits() == bits
-    assert training.stats.tolist() == [1.0, *stats[1:]]
+    assert training.stats[0] == 1.0
+    assert not math.isfinite(training.stats[1])
+    assert training.stats[2:].tolist() == [0.0, 0.0]
+
+
+def test_an_element_whose_square_overflows_keeps_its_moments_and_goes_on():
+    training = Training([1.0, 1.0], max_grad_norm=0.0, weight_decay=[0.0])
+    training.step([1.0, 1.0])
+    param, m, v = (tensors[0].copy() for tensors in (training.params, training.m, training.v))
+    training.step([1e160, 1.0])
+    assert (training.params[0][0], training.m[0][0], training.v[0][0]) == (param[0], m[0], v[0])
+    assert training.params[0][1] < param[1]
+    training.step([1.0, 1.0])
+    assert training.params[0][0] < param[0]
+
+
+def test_a_norm_of_another_shape_is_an_error():
+    p = [np.ones(1)]
+    with pytest.raises(ValueError, match=r"adamw_: grad_norm has shape \(3,\), expected \(1,\)"):
+        oracle.adamw_(
+            p, p, p, p, weight_decay=[0.0], step=1, grad_norm=np.ones(3), stats=np.zeros(4), **DEFAULTS
+        )
 
 
 def test_a_skipped_step_leaves_no_trace():

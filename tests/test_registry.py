@@ -185,9 +185,21 @@ def test_a_version_of_the_wrong_type_is_a_load_error(install):
         get_backend("fake")
 
 
-def test_another_minor_version_of_the_contract_is_accepted(install):
-    install("mamba-fast-fake", WORKING.replace(str(API_VERSION), str((API_VERSION[0], 99))))
-    assert get_backend("fake").api_version == (API_VERSION[0], 99)
+def test_another_minor_version_is_refused_as_long_as_the_contract_is_provisional(install, monkeypatch):
+    install("mamba-fast-fake", WORKING.replace(str(API_VERSION), "(0, 99)"))
+    monkeypatch.setattr(registry, "API_VERSION", (0, 1))
+    with pytest.raises(BackendLoadError, match=re.escape("is for backend API (0, 99)")):
+        get_backend("fake")
+
+
+def test_another_minor_version_is_accepted_once_the_contract_is_not_provisional(install, monkeypatch):
+    install("mamba-fast-fake", WORKING.replace(str(API_VERSION), "(1, 99)"))
+    monkeypatch.setattr(registry, "API_VERSION", (1, 0))
+    assert get_backend("fake").api_version == (1, 99)
+
+
+def test_a_backend_without_optional_ops_has_no_capabilities():
+    assert get_backend("oracle").capabilities == frozenset()
 
 
 def test_two_distributions_that_claim_one_name_are_both_named(install):

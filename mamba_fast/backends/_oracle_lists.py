@@ -20,7 +20,6 @@ __all__ = [
     "read_flat",
     "read_lengths",
     "read_rows",
-    "read_saved",
     "read_starts",
     "store",
     "to_tensor",
@@ -95,15 +94,6 @@ def add_into(op: str, name: str, tensor: Any, values: Any) -> None:
     old = read_flat(op, name, tensor)
     new = to_tensor(values, tensor.shape).ravel().tolist()
     tensor[...] = to_tensor([p + q for p, q in zip(old, new, strict=True)], tensor.shape)
-
-
-def read_saved(op: str, saved: Any, kind: type[Any]) -> Any:
-    """What the forward op saved, or an error that says what went wrong."""
-    if saved is None:
-        raise ValueError(f"{op}: saved is None: run the forward op with grad=True")
-    if not isinstance(saved, kind):
-        raise TypeError(f"{op}: saved is a {type(saved).__name__}, expected what the forward op returned")
-    return saved
 
 
 def read_starts(op: str, seq_start: Any) -> list[list[bool]] | None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from operator import mul
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -38,12 +38,20 @@ from mamba_fast.backends._oracle_lists import (
     read_flat,
     read_lengths,
     read_rows,
-    read_saved,
     read_starts,
     store,
     to_tensor,
 )
 from mamba_fast.backends._oracle_math import adam, bf16_bits, bf16_value, exp, round_f16
+from mamba_fast.backends._oracle_saved import (
+    ConvSaved,
+    DecaySaved,
+    EmbeddingSaved,
+    LinearSaved,
+    NormSaved,
+    ScanSaved,
+    read_saved,
+)
 from mamba_fast.backends._oracle_scan import (
     ConvInputs,
     ScanInputs,
@@ -63,38 +71,6 @@ def create_backend(**options: Any) -> OracleBackend:
             f"the oracle backend takes no options, got {', '.join(sorted(options))}: leave them out"
         )
     return OracleBackend()
-
-
-# ---- what forward ops keep --------------------------------------------------------------------
-
-
-class _DecaySaved(NamedTuple):
-    a_log: np.ndarray
-    a: np.ndarray
-
-
-class _EmbeddingSaved(NamedTuple):
-    ids: np.ndarray
-
-
-class _LinearSaved(NamedTuple):
-    x: np.ndarray
-
-
-class _NormSaved(NamedTuple):
-    x: np.ndarray
-    inverse_rms: list[float]
-
-
-class _ConvSaved(NamedTuple):
-    shape: tuple[int, ...]
-    inputs: ConvInputs
-    before: Any
-
-
-class _ScanSaved(NamedTuple):
-    shape: tuple[int, ...]
-    inputs: ScanInputs
 
 
 class OracleBackend(Backend):
@@ -221,11 +197,11 @@ class OracleBackend(Backend):
         checks.decay(a_log)
         values = [-exp(min(max(x, -10.0), 5.0)) for x in read_flat("decay", "a_log", a_log)]
         a = to_tensor(values, a_log.shape)
-        return a, _DecaySaved(a_log, a) if grad else None
+        return a, DecaySaved(a_log, a) if grad else None
 
     def decay_backward(self, d_a: Tensor, saved: Any, *, d_a_log: Tensor) -> None:
         op = "decay_backward"
-        a_log, a = read_saved(op, saved, _DecaySaved)
+        a_log, a = read_saved(op, saved, DecaySaved)
         checks.same_shape(op, a_log, d_a, d_a_log)
         entries = zip(read_flat(op, "d_a", d_a), a_log.ravel().tolist(), a.ravel().tolist(), strict=True)
         add_into(op, "d_a_log", d_a_log, [g * y if -10.0 < x < 5.0 else 0.0 for g, x, y in entries])
@@ -243,11 +219,11 @@ class OracleBackend(Backend):
                 raise ValueError(f"embedding: id {i} is outside 0 to {len(rows) - 1}")
             y.append(rows[i])
         shape = (*ids.shape, table.shape[1])
-        return store("embedding", y, shape, out), _EmbeddingSaved(ids) if grad else None
+        return store("embedding", y, shape, out), EmbeddingSaved(ids) if grad else None
 
     def embedding_backward(self, dy: Tensor, saved: Any, *, d_table: Tensor) -> None:
         op = "embedding_backward"
-        ids = read_saved(op, saved, _EmbeddingSaved).ids
+        ids = read_saved(op, saved, EmbeddingSaved).ids
         checks.embedding_backward(dy, ids.shape, d_table)
         total = [[0.0] * d_table.shape[1] for _ in range(d_table.shape[0])]
         for i, row in zip(ids.ravel().tolist(), read_rows(op, "dy", dy), strict=True):
@@ -276,7 +252,7 @@ class OracleBackend(Backend):
             for row in read_rows("linear", "x", x)
         ]
         shape = (*x.shape[:-1], w.shape[0])
-        return store("linear", y, shape, out, accumulate=accumulate), _LinearSaved(x) if grad else None
+        return store("linear", y, shape, out, accumulate=accumulate), LinearSaved(x) if grad else None
 
     def linear_backward(
         self,
@@ -292,7 +268,7 @@ class OracleBackend(Backend):
         accumulate: bool = False,
     ) -> Tensor | None:
         op = "linear_backward"
-        x = read_saved(op, saved, _LinearSaved).x
+        x = read_saved(op, saved, LinearSaved).x
         checks.linear_backward(dy, x.shape, w, dw, dbias, out, accumulate)
         g = read_rows(op, "dy", dy)
         by_output = list(zip(*g, strict=True))
@@ -321,7 +297,7 @@ class OracleBackend(Backend):
             inverse = 1.0 / math.sqrt(mean_square) if mean_square != 0.0 else math.inf
             inverse_rms.append(inverse)
             y.append([v * inverse * k for v, k in zip(row, weight, strict=True)])
-        return store("rms_norm", y, x.shape, out), _NormSaved(x, inverse_rms) if grad else None
+        return store("rms_norm", y, x.shape, out), NormSaved(x, inverse_rms) if grad else None
 
     def rms_norm_backward(
         self,
@@ -334,7 +310,7 @@ class OracleBackend(Backend):
         accumulate: bool = False,
     ) -> Tensor:
         op = "rms_norm_backward"
-        x, inverse_rms = read_saved(op, saved, _NormSaved)
+        x, inverse_rms = read_saved(op, saved, NormSaved)
         checks.rms_norm_backward(dy, x.shape, w, dw, out, accumulate)
         width = x.shape[-1]
         weight = [1.0] * width if w is None else read(op, "w", w)
@@ -376,7 +352,7 @@ class OracleBackend(Backend):
         )
         y, final, before = conv_forward(inputs)
         final_state = to_tensor(final, (x.shape[0], w.shape[1] - 1, x.shape[2]))
-        saved = _ConvSaved(x.shape, inputs, before) if grad else None
+        saved = ConvSaved(x.shape, inputs, before) if grad else None
         return store(op, y, x.shape, out), final_state, saved
 
     def conv1d_backward(
@@ -392,7 +368,7 @@ class OracleBackend(Backend):
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         op = "conv1d_backward"
-        shape, inputs, before = read_saved(op, saved, _ConvSaved)
+        shape, inputs, before = read_saved(op, saved, ConvSaved)
         checks.conv1d_backward(dy, shape, w, dw, dbias, d_final_state, out)
         inputs = inputs._replace(w=read(op, "w", w))
         d_final = maybe(op, "d_final_state", d_final_state)
@@ -442,7 +418,7 @@ class OracleBackend(Backend):
         )
         y, final = scan_forward(inputs)
         final_state = to_tensor(final, (u.shape[0], *a.shape))
-        return store(op, y, u.shape, out), final_state, _ScanSaved(u.shape, inputs) if grad else None
+        return store(op, y, u.shape, out), final_state, ScanSaved(u.shape, inputs) if grad else None
 
     def selective_scan_backward(
         self,
@@ -461,7 +437,7 @@ class OracleBackend(Backend):
         dz_out: Tensor | None = None,
     ) -> ScanGradients:
         op = "selective_scan_backward"
-        shape, inputs = read_saved(op, saved, _ScanSaved)
+        shape, inputs = read_saved(op, saved, ScanSaved)
         states = len(inputs.a[0])
         checks.selective_scan_backward(
             dy,

@@ -70,11 +70,10 @@ def _scan_backward(backend: Backend, t: dict[str, Any]) -> Any:
 
 def _adamw(backend: Backend, t: dict[str, Any]) -> Any:
     lists = {name: [t[name]] for name in ("params", "grads", "m", "v")}
-    norm = backend.zeros((1,))
     # The second step: stats, of ones, say that one was skipped.
     return backend.adamw_(
-        **lists, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=[0.0], step=2, grad_norm=norm,
-        stats=t["stats"],
+        **lists, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=[0.0], step=2,
+        grad_norm=t["grad_norm"], stats=t["stats"],
     )  # fmt: skip
 
 
@@ -84,14 +83,14 @@ _CALLS: dict[str, tuple[Shapes, Callable[..., Any]]] = {
     "add_": _forward("add_", {"dst": (2, 3), "src": (2, 3)}),
     "copy_": _forward("copy_", {"dst": (2, 3), "src": (2, 3)}),
     "decay": _forward("decay", {"a_log": (4, 5)}),
-    "embedding": _forward("embedding", {"ids": (2, 3), "table": (6, 4)}),
+    "embedding": _forward("embedding", {"ids": (2, 3), "table": (6, 4), "out": _LONG}),
     "embedding_backward": ({"dy": _LONG, "d_table": (6, 4)}, _embedding_backward),
     "linear": _forward("linear", {"x": _LONG, "w": (6, 4), "bias": (6,), "out": (2, 3, 6)}),
     "linear_backward": (
         {"dy": (2, 3, 6), "w": (6, 4), "dw": (6, 4), "dbias": (6,), "out": _LONG},
         _linear_backward,
     ),
-    "rms_norm": _forward("rms_norm", {"x": _LONG, "w": (4,)}, eps=1e-6),
+    "rms_norm": _forward("rms_norm", {"x": _LONG, "w": (4,), "out": _LONG}, eps=1e-6),
     "rms_norm_backward": ({"dy": _LONG, "w": (4,), "dw": (4,), "out": _LONG}, _norm_backward),
     "conv1d": _forward(
         "conv1d",
@@ -102,13 +101,16 @@ _CALLS: dict[str, tuple[Shapes, Callable[..., Any]]] = {
             "initial_state": (2, 1, 4),
             "seq_start": (2, 3),
             "lengths": (2,),
+            "out": _LONG,
         },
     ),
     "conv1d_backward": (
         {"dy": _LONG, "w": _TAPS, "dw": _TAPS, "dbias": (4,), "d_final_state": (2, 1, 4), "out": _LONG},
         _conv_backward,
     ),
-    "conv1d_step": _forward("conv1d_step", {"x": (2, 4), "state": (2, 1, 4), "w": _TAPS, "bias": (4,)}),
+    "conv1d_step": _forward(
+        "conv1d_step", {"x": (2, 4), "state": (2, 1, 4), "w": _TAPS, "bias": (4,), "out": (2, 4)}
+    ),
     "selective_scan": _forward(
         "selective_scan",
         {
@@ -123,6 +125,7 @@ _CALLS: dict[str, tuple[Shapes, Callable[..., Any]]] = {
             "initial_state": _STATE,
             "seq_start": (2, 3),
             "lengths": (2,),
+            "out": _LONG,
         },
     ),
     "selective_scan_backward": (
@@ -152,10 +155,21 @@ _CALLS: dict[str, tuple[Shapes, Callable[..., Any]]] = {
             "z": (2, 4),
             "delta_bias": (4,),
             "state": _STATE,
+            "out": (2, 4),
         },
     ),
     "cross_entropy_": _forward("cross_entropy_", {"logits": (2, 6), "targets": (2,)}),
-    "adamw_": ({"params": (2, 3), "grads": (2, 3), "m": (2, 3), "v": (2, 3), "stats": (4,)}, _adamw),
+    "adamw_": (
+        {
+            "params": (2, 3),
+            "grads": (2, 3),
+            "m": (2, 3),
+            "v": (2, 3),
+            "grad_norm": (1,),
+            "stats": (4,),
+        },
+        _adamw,
+    ),
 }
 
 # Arguments that fix the sizes which others are compared with: their wrong last axis shows at another
@@ -243,7 +257,98 @@ def _scan_backward_of_two_gradients_to_one_place(backend: Backend) -> None:
     )
 
 
+def _forward_onto_an_operand(op: str, argument: str) -> Callable[[Backend], None]:
+    def call(backend: Backend) -> None:
+        shapes, run = _CALLS[op]
+        tensors = _tensors(backend, shapes)
+        run(backend, {**tensors, "out": backend.reshape(tensors[argument], shapes["out"])})
+
+    call.__name__ = f"{op}_onto_{argument}"
+    return call
+
+
+def _embedding_onto_its_table(backend: Backend) -> None:
+    table = backend.zeros((6, 4))
+    backend.embedding(backend.zeros((3,), "i32"), table, out=backend.view(table, 0, 0, 3))
+
+
+def _step_onto_its_state(backend: Backend) -> None:
+    state = backend.zeros((2, 1, 4))
+    backend.conv1d_step(
+        backend.zeros((2, 4)), state, backend.zeros(_TAPS), out=backend.reshape(state, (2, 4))
+    )
+
+
+def _adamw_with(change: Callable[[Backend, dict[str, Any]], None], name: str) -> Callable[[Backend], None]:
+    """A step of three tensors of which `change` makes two share memory."""
+
+    def call(backend: Backend) -> None:
+        lists = {kind: [backend.zeros((4,)) for _ in range(3)] for kind in ("params", "grads", "m", "v")}
+        arguments = {**lists, "grad_norm": backend.zeros((1,)), "stats": backend.zeros((4,))}
+        change(backend, arguments)
+        backend.adamw_(**arguments, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=[0.0] * 3, step=1)
+
+    call.__name__ = f"adamw_{name}"
+    return call
+
+
+def _same_parameter_twice(backend: Backend, t: dict[str, Any]) -> None:
+    t["params"][2] = t["params"][0]
+
+
+def _parameter_across_a_moment(backend: Backend, t: dict[str, Any]) -> None:
+    base = backend.zeros((6,))
+    t["params"][0], t["m"][1] = backend.view(base, 0, 0, 4), backend.view(base, 0, 2, 6)
+
+
+def _moment_in_a_gradient(backend: Backend, t: dict[str, Any]) -> None:
+    t["v"][2] = t["grads"][1]
+
+
+def _stats_in_a_parameter(backend: Backend, t: dict[str, Any]) -> None:
+    t["stats"] = t["params"][1]
+
+
+def _stats_in_a_gradient(backend: Backend, t: dict[str, Any]) -> None:
+    t["stats"] = t["grads"][0]
+
+
+def _norm_in_the_stats(backend: Backend, t: dict[str, Any]) -> None:
+    t["grad_norm"] = backend.view(t["stats"], 0, 1, 2)
+
+
+def _norm_in_a_parameter(backend: Backend, t: dict[str, Any]) -> None:
+    t["grad_norm"] = backend.view(t["params"][2], 0, 1, 2)
+
+
 _OVERLAPS = (
+    *(
+        _forward_onto_an_operand(op, argument)
+        for op, argument in (
+            ("rms_norm", "x"),
+            ("conv1d", "x"),
+            ("selective_scan", "u"),
+            ("selective_scan", "delta"),
+            ("selective_scan", "z"),
+            ("conv1d_step", "x"),
+            ("selective_scan_step", "u"),
+            ("selective_scan_step", "z"),
+        )
+    ),
+    _embedding_onto_its_table,
+    _step_onto_its_state,
+    *(
+        _adamw_with(change, change.__name__.strip("_"))
+        for change in (
+            _same_parameter_twice,
+            _parameter_across_a_moment,
+            _moment_in_a_gradient,
+            _stats_in_a_parameter,
+            _stats_in_a_gradient,
+            _norm_in_the_stats,
+            _norm_in_a_parameter,
+        )
+    ),
     _add_onto_an_operand,
     _add_in_place_across_overlapping_columns,
     _copy_across_overlapping_rows,
@@ -261,7 +366,12 @@ class ContractChecks(Checks):
 
     def test_the_backend_bears_its_name_and_the_version_of_this_contract(self, backend: Backend) -> None:
         assert backend.name == self.backend_name
-        assert backend.api_version[0] == API_VERSION[0]
+        compared = 1 if API_VERSION[0] else 2  # provisional versions have to be the same
+        assert backend.api_version[:compared] == API_VERSION[:compared]
+
+    def test_the_backends_capabilities_are_names(self, backend: Backend) -> None:
+        assert isinstance(backend.capabilities, frozenset)
+        assert all(isinstance(name, str) for name in backend.capabilities)
 
     def test_the_backend_describes_itself_in_one_line(self, backend: Backend) -> None:
         text = backend.describe()
@@ -358,3 +468,11 @@ class ContractChecks(Checks):
         dy = backend.from_host(np.ones(_LONG))
         backend.selective_scan_backward(dy, saved, du_out=d_u, dz_out=d_z)
         assert backend.to_host(both).all()
+
+    def test_an_op_may_write_beside_the_columns_that_it_reads(self, backend: Backend) -> None:
+        base = backend.from_host(np.arange(12.0).reshape(2, 6))
+        left, right = backend.view(base, -1, 0, 3), backend.view(base, -1, 3, 6)
+        expected = backend.to_host(backend.rms_norm(left, None, 1e-6, grad=False)[0])
+        backend.rms_norm(left, None, 1e-6, out=right, grad=False)
+        assert np.array_equal(backend.to_host(right), expected)
+        assert backend.to_host(left).tolist() == [[0, 1, 2], [6, 7, 8]]

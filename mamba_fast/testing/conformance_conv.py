@@ -35,7 +35,7 @@ class ConvChecks(Checks):
         self.assert_matches(run_conv(backend, case), reference(run_conv, case))
 
     @pytest.mark.parametrize("case", [_FULL, _ONE_TAP, _BY_NAME["width_65"]], ids=case_names)
-    @pytest.mark.parametrize("layout", ["columns", "slab"])
+    @pytest.mark.parametrize("layout", LAYOUTS)
     def test_conv1d_writes_inside_its_views_only(self, backend: Backend, case: ConvCase, layout: str) -> None:
         self.assert_matches(run_conv(backend, case, layout, out="given"), reference(run_conv, case))
 
@@ -175,10 +175,19 @@ class ConvChecks(Checks):
         bias = arena.read(host["bias"], "bias") if case.bias else None
         state = arena.write(host["initial_state"], "state")
         xs = [arena.read(host["x"][:, t], "x") for t in range(case.length)]
+        # Every other step writes to memory that is there.
+        outs = [
+            arena.write(np.ones_like(host["x"][:, t]), "out") if t % 2 else None for t in range(case.length)
+        ]
         with no_transfers(backend):
-            ys = [backend.conv1d_step(x, state, w, bias, activation=case.activation) for x in xs]
+            ys = [
+                backend.conv1d_step(x, state, w, bias, activation=case.activation, out=y)
+                for x, y in zip(xs, outs, strict=True)
+            ]
         actual = {
-            "y": np.stack([backend.to_host(y) for y in ys], axis=1),
+            "y": np.stack(
+                [backend.to_host(y if out is None else out) for y, out in zip(ys, outs, strict=True)], axis=1
+            ),
             "final_state": backend.to_host(state),
         }
         arena.check()

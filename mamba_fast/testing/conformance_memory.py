@@ -112,6 +112,26 @@ class MemoryChecks(Checks):
         first[...] = 99.0
         assert np.array_equal(backend.to_host(tensor), _GRID[..., 1:3])
 
+    @pytest.mark.parametrize("dtype", ["f32", "i32", "f16", "bf16"])
+    def test_to_host_without_a_copy_gives_the_same_values_read_only(
+        self, backend: Backend, dtype: str
+    ) -> None:
+        start = backend.transfers
+        tensor = backend.from_host(np.arange(24.0).reshape(2, 3, 4), dtype)
+        for part in (tensor, backend.view(tensor, -1, 1, 3)):
+            host = backend.to_host(part, copy=False)
+            assert host.flags.c_contiguous
+            assert not host.flags.writeable
+            assert host.dtype == backend.to_host(part).dtype
+            assert np.array_equal(host, backend.to_host(part))
+        assert backend.transfers == start + 7
+
+    def test_a_tensor_can_be_written_after_to_host_without_a_copy(self, backend: Backend) -> None:
+        tensor = backend.from_host(_GRID)
+        backend.to_host(tensor, copy=False)
+        backend.fill_(tensor, 2.0)
+        assert (backend.to_host(tensor) == 2.0).all()
+
     def test_transfers_counts_from_host_and_to_host_and_nothing_else(self, backend: Backend) -> None:
         start = backend.transfers
         tensor = backend.from_host(_GRID)
@@ -221,6 +241,28 @@ class MemoryChecks(Checks):
             exact = (expected.astype(np.uint32) << 16).view(np.float32)
         assert [hex(b) for b in bits] == [hex(e) for e in expected]
         assert np.array_equal(values, exact)
+
+    @pytest.mark.parametrize("dtype", ["f16", "bf16"])
+    @pytest.mark.parametrize("copy", [True, False])
+    def test_from_host_to_a_storage_type_rounds_as_cast_does(
+        self, backend: Backend, dtype: str, copy: bool
+    ) -> None:
+        table = _HALF_BITS if dtype == "f16" else _BFLOAT_BITS
+        host = np.array([*table, np.nan, np.inf, -np.inf], dtype=np.float32).reshape(1, -1)
+        tensor = backend.from_host(host, dtype, copy=copy)
+        assert backend.dtype_of(tensor) == dtype
+        cast = backend.cast(backend.from_host(host), dtype)
+        assert np.array_equal(backend.to_host(tensor), backend.to_host(cast), equal_nan=True)
+
+    @pytest.mark.parametrize("dtype", ["f16", "bf16"])
+    def test_to_host_widens_a_storage_type(self, backend: Backend, dtype: str) -> None:
+        back = backend.to_host(backend.from_host(_GRID, dtype))
+        assert back.dtype == backend.to_host(backend.from_host(_GRID)).dtype
+        assert np.array_equal(back, _GRID)
+
+    def test_from_host_refuses_a_type_that_there_is_not(self, backend: Backend) -> None:
+        with pytest.raises(ValueError, match="from_host: .*f64"):
+            backend.from_host(_GRID, "f64")
 
     @pytest.mark.parametrize("dtype", ["f16", "bf16"])
     def test_cast_keeps_what_is_not_finite(self, backend: Backend, dtype: str) -> None:

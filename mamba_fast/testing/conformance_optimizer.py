@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -185,7 +186,17 @@ class OptimizerChecks(Checks):
         before, stats = run.read(), run.read_stats()
         run.step(_spoil(_gradients(1), value))
         self.assert_same_bits(run.read(), before)
-        assert run.read_stats().tolist() == [stats[0] + 1.0, *stats[1:].tolist()]
+        after = run.read_stats()
+        assert after[0] == stats[0] + 1.0
+        assert not np.isfinite(after[1])
+        assert after[2:].tolist() == [0.0, 0.0]
+
+    def test_the_step_after_a_skipped_one_reports_its_own_norm(self, backend: Backend) -> None:
+        run = _Training(backend, max_grad_norm=1.0)
+        run.step(_spoil(_gradients(0), np.nan))
+        run.step(_gradients(1))
+        norm = np.linalg.norm(np.concatenate([g.ravel() for g in _gradients(1)]).astype(np.float64))
+        self.assert_matches({"norm": run.read_stats()}, {"norm": [1.0, norm, 1.0 / (norm + 1e-6), 0.0]})
 
     def test_a_skipped_step_leaves_no_trace(self, backend: Backend) -> None:
         spoilt, clean = _Training(backend, max_grad_norm=1.0), _Training(backend, max_grad_norm=1.0)
@@ -215,6 +226,30 @@ class OptimizerChecks(Checks):
             grad_norm=backend.global_norm([g]), max_delta=0.1, stats=stats,
         )  # fmt: skip
         self.assert_matches({"params": backend.to_host(param)}, {"params": [1.0, 2.0, 2.9]})
+
+    @pytest.mark.parametrize("layout", ["contiguous", "slab"])
+    def test_a_large_gradient_that_nothing_clips_does_not_freeze_its_element(
+        self, backend: Backend, layout: str
+    ) -> None:
+        arena = Arena(backend, layout)
+        # Its square is beyond float32. A backend of wider range takes the step and goes on from there.
+        large = np.array([1e20, 1.0, -1e20], dtype=np.float32)
+        param, m, v = (arena.write(np.full(3, x, np.float32)) for x in (1.0, 0.5, 0.25))
+        stats = backend.zeros((4,))
+        values = []
+        for step, gradient in enumerate([large, *[np.ones(3, np.float32)] * 3], start=3):
+            g = arena.read(gradient)
+            backend.adamw_(
+                [param], [g], [m], [v], **_DEFAULTS, weight_decay=[0.0], step=step,
+                grad_norm=backend.global_norm([g]), stats=stats,
+            )  # fmt: skip
+            values.append(backend.to_host(param))
+            for tensor in (param, m, v):
+                assert np.isfinite(backend.to_host(tensor)).all()
+        for before, after in pairwise(values):
+            assert (after != before).all()
+        assert backend.to_host(stats)[0] == 0.0
+        arena.check()
 
     def test_adamw_of_lists_of_different_lengths_is_an_error(self, backend: Backend) -> None:
         one, stats = [backend.zeros((2,))], backend.zeros((4,))

@@ -273,6 +273,10 @@ class ScanChecks(Checks):
             {n: arena.read(host[n][:, t], n) for n in ("u", "delta", "b", "c", "z") if n in host}
             for t in range(case.length)
         ]
+        # Every other step writes to memory that is there.
+        outs = [
+            arena.write(np.ones_like(host["u"][:, t]), "out") if t % 2 else None for t in range(case.length)
+        ]
         with no_transfers(backend):
             ys = [
                 backend.selective_scan_step(
@@ -280,11 +284,14 @@ class ScanChecks(Checks):
                     state,
                     delta_softplus=case.delta_softplus,
                     discretization=case.discretization,
+                    out=out,
                 )
-                for step in steps
+                for step, out in zip(steps, outs, strict=True)
             ]
         actual = {
-            "y": np.stack([backend.to_host(y) for y in ys], axis=1),
+            "y": np.stack(
+                [backend.to_host(y if out is None else out) for y, out in zip(ys, outs, strict=True)], axis=1
+            ),
             "final_state": backend.to_host(state),
         }
         arena.check()

@@ -133,17 +133,44 @@ def _reference(run: Callable[..., Arrays], case: Any, options: tuple[tuple[str, 
     return results
 
 
-def _read_back(backend: Backend, tensors: dict[str, Tensor | None]) -> Arrays:
-    return {name: backend.to_host(tensor) for name, tensor in tensors.items() if tensor is not None}
-
-
 def _filler(shape: Sequence[int]) -> np.ndarray:
     """What an output holds before it is written or added to."""
     return (1.0 + np.arange(np.prod(shape), dtype=np.float32) % 5).reshape(tuple(shape))
 
 
-def _accumulators(arena: Arena, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    return {name: arena.write(np.zeros(shape, np.float32), name) for name, shape in shapes.items()}
+class _Bench:
+    """One run's tensors: the operands of a case, and what the ops write.
+
+    `out` is what becomes of results: "new" tensors, "given" ones, or gradients "added" to given ones.
+    """
+
+    def __init__(self, backend: Backend, case: Any, layout: str = "contiguous", out: str = "new") -> None:
+        self.backend = backend
+        self.host = inputs(case)
+        self.arena = Arena(backend, layout)
+        self.t = self.arena.read_all(self.host)
+        self.out = out
+
+    def accumulators(self, *names: str, frozen: bool = False) -> dict[str, Tensor]:
+        """Zeros for the gradients dNAME or d_NAME of those arguments that the case has."""
+        if frozen:
+            return {}
+        like = {name: name.removeprefix("d").removeprefix("_") for name in names}
+        shapes = {name: self.host[of].shape for name, of in like.items() if of in self.host}
+        return {name: self.arena.write(np.zeros(shape, np.float32), name) for name, shape in shapes.items()}
+
+    def given(self, name: str, like: str) -> Tensor | None:
+        """Something to write to, in the shape of an argument; None where results are to be new."""
+        if self.out == "new" or like not in self.host:
+            return None
+        return self.arena.write(_filler(self.host[like].shape), name)
+
+    def finish(self, results: dict[str, Tensor | None], **outs: Tensor | None) -> Arrays:
+        """The results, read from where they were to be written; everything else has kept its value."""
+        results |= {name: tensor for name, tensor in outs.items() if tensor is not None}
+        read = {name: self.backend.to_host(tensor) for name, tensor in results.items() if tensor is not None}
+        self.arena.check()
+        return read
 
 
 def _spoil(backend: Backend, wanted: bool, *outputs: Tensor) -> None:
@@ -168,15 +195,10 @@ def run_linear(
     how often forward and backward run, into the same accumulators. `spoil`: overwrite what the
     forward op returned before its backward op runs. These options mean the same in the other runs.
     """
-    host = inputs(case)
-    arena = Arena(backend, layout)
-    t = arena.read_all(host)
-    shapes = {"dw": host["w"].shape} | ({"dbias": host["bias"].shape} if case.bias else {})
-    gradients = {} if frozen else _accumulators(arena, shapes)
-    y_out = dx_out = None
-    if out != "new":
-        y_out = arena.write(_filler(host["dy"].shape), "out of linear")
-        dx_out = arena.write(_filler(host["x"].shape), "out of linear_backward")
+    bench = _Bench(backend, case, layout, out)
+    t = bench.t
+    gradients = bench.accumulators("dw", "dbias", frozen=frozen)
+    y_out, dx_out = bench.given("out of linear", "dy"), bench.given("out of linear_backward", "x")
     add = out == "added"
     with no_transfers(backend):
         for _ in range(times):
@@ -187,12 +209,7 @@ def run_linear(
             dx = backend.linear_backward(
                 t["dy"], saved, t["w"], **gradients, alpha=case.alpha, out=dx_out, accumulate=add
             )
-    results = _read_back(
-        backend,
-        {"y": y if y_out is None else y_out, "dx": dx if dx_out is None else dx_out, **gradients},
-    )
-    arena.check()
-    return results
+    return bench.finish({"y": y, "dx": dx, **gradients}, y=y_out, dx=dx_out)
 
 
 def run_norm(
@@ -206,39 +223,40 @@ def run_norm(
     spoil: bool = False,
 ) -> Arrays:
     """`rms_norm` and its backward op."""
-    host = inputs(case)
-    arena = Arena(backend, layout)
-    t = arena.read_all(host)
-    gradients = _accumulators(arena, {"dw": (case.width,)}) if case.weight and not frozen else {}
-    dx_out = arena.write(_filler(host["x"].shape), "out of rms_norm_backward") if out != "new" else None
+    bench = _Bench(backend, case, layout, out)
+    t = bench.t
+    gradients = bench.accumulators("dw", frozen=frozen)
+    y_out, dx_out = bench.given("out of rms_norm", "x"), bench.given("out of rms_norm_backward", "x")
     with no_transfers(backend):
         for _ in range(times):
-            y, saved = backend.rms_norm(t["x"], t.get("w"), case.eps)
+            y, saved = backend.rms_norm(t["x"], t.get("w"), case.eps, out=y_out)
             _spoil(backend, spoil, y)
             dx = backend.rms_norm_backward(
                 t["dy"], saved, t.get("w"), **gradients, out=dx_out, accumulate=out == "added"
             )
-    results = _read_back(backend, {"y": y, "dx": dx if dx_out is None else dx_out, **gradients})
-    arena.check()
-    return results
+    return bench.finish({"y": y, "dx": dx, **gradients}, y=y_out, dx=dx_out)
 
 
 def run_embedding(
-    backend: Backend, case: EmbeddingCase, layout: str = "contiguous", *, times: int = 1, spoil: bool = False
+    backend: Backend,
+    case: EmbeddingCase,
+    layout: str = "contiguous",
+    *,
+    out: str = "new",
+    times: int = 1,
+    spoil: bool = False,
 ) -> Arrays:
     """`embedding` and its backward op."""
-    host = inputs(case)
-    arena = Arena(backend, layout)
-    t = arena.read_all(host)
-    gradients = _accumulators(arena, {"d_table": host["table"].shape})
+    bench = _Bench(backend, case, layout, out)
+    t = bench.t
+    gradients = bench.accumulators("d_table")
+    y_out = bench.given("out of embedding", "dy")
     with no_transfers(backend):
         for _ in range(times):
-            y, saved = backend.embedding(t["ids"], t["table"])
+            y, saved = backend.embedding(t["ids"], t["table"], out=y_out)
             _spoil(backend, spoil, y)
             backend.embedding_backward(t["dy"], saved, **gradients)
-    results = _read_back(backend, {"y": y, **gradients})
-    arena.check()
-    return results
+    return bench.finish({"y": y, **gradients}, y=y_out)
 
 
 def run_loss(backend: Backend, case: LossCase, layout: str = "contiguous", *, grad: bool = True) -> Arrays:
@@ -249,7 +267,7 @@ def run_loss(backend: Backend, case: LossCase, layout: str = "contiguous", *, gr
     logits = arena.write(host["logits"], "logits")
     with no_transfers(backend):
         losses = backend.cross_entropy_(logits, targets, scale=case.scale, grad=grad)
-    results = _read_back(backend, {"losses": losses, "dlogits": logits if grad else None})
+    results = {"losses": backend.to_host(losses)} | ({"dlogits": backend.to_host(logits)} if grad else {})
     arena.check()
     return results
 
@@ -265,12 +283,10 @@ def run_conv(
     spoil: bool = False,
 ) -> Arrays:
     """`conv1d` and its backward op."""
-    host = inputs(case)
-    arena = Arena(backend, layout)
-    t = arena.read_all(host)
-    shapes = {"dw": host["w"].shape} | ({"dbias": host["bias"].shape} if case.bias else {})
-    gradients = {} if frozen else _accumulators(arena, shapes)
-    dx_out = arena.write(_filler(host["x"].shape), "out of conv1d_backward") if out != "new" else None
+    bench = _Bench(backend, case, layout, out)
+    t = bench.t
+    gradients = bench.accumulators("dw", "dbias", frozen=frozen)
+    y_out, dx_out = bench.given("out of conv1d", "x"), bench.given("out of conv1d_backward", "x")
     with no_transfers(backend):
         for _ in range(times):
             y, final_state, saved = backend.conv1d(
@@ -281,6 +297,7 @@ def run_conv(
                 seq_start=t.get("seq_start"),
                 lengths=t.get("lengths"),
                 activation=case.activation,
+                out=y_out,
             )
             _spoil(backend, spoil, y, final_state)
             dx, d_initial_state = backend.conv1d_backward(
@@ -294,18 +311,14 @@ def run_conv(
             )
             if (d_initial_state is not None) != case.initial_state:
                 raise AssertionError("conv1d_backward: d_initial_state must be returned when asked for only")
-    results = _read_back(
-        backend,
-        {
-            "y": y,
-            "final_state": final_state,
-            "dx": dx if dx_out is None else dx_out,
-            "d_initial_state": d_initial_state,
-            **gradients,
-        },
-    )
-    arena.check()
-    return results
+    results = {
+        "y": y,
+        "final_state": final_state,
+        "dx": dx,
+        "d_initial_state": d_initial_state,
+        **gradients,
+    }
+    return bench.finish(results, y=y_out, dx=dx_out)
 
 
 def run_scan(
@@ -319,18 +332,11 @@ def run_scan(
     spoil: bool = False,
 ) -> Arrays:
     """`selective_scan` and its backward op."""
-    host = inputs(case)
-    arena = Arena(backend, layout)
-    t = arena.read_all(host)
-    shapes = {f"d_{name}": host[name].shape for name in ("a", "d", "delta_bias") if name in host}
-    gradients = {} if frozen else _accumulators(arena, shapes)
-    outs = {}
-    if out != "new":
-        outs = {
-            f"d{name}_out": arena.write(_filler(host[name].shape), f"d{name}_out")
-            for name in ("u", "delta", "b", "c", "z")
-            if name in host
-        }
+    bench = _Bench(backend, case, layout, out)
+    t = bench.t
+    gradients = bench.accumulators("d_a", "d_d", "d_delta_bias", frozen=frozen)
+    y_out = bench.given("out of selective_scan", "u")
+    outs = {f"d{name}_out": bench.given(f"d{name}_out", name) for name in ("u", "delta", "b", "c", "z")}
     with no_transfers(backend):
         for _ in range(times):
             y, final_state, saved = backend.selective_scan(
@@ -347,6 +353,7 @@ def run_scan(
                 initial_state=t.get("initial_state"),
                 seq_start=t.get("seq_start"),
                 lengths=t.get("lengths"),
+                out=y_out,
             )
             _spoil(backend, spoil, y, final_state)
             grads = backend.selective_scan_backward(
@@ -364,18 +371,17 @@ def run_scan(
             if (grads.dz is not None) != case.z:
                 raise AssertionError("selective_scan_backward: dz must be returned where z was given only")
     results = {"y": y, "final_state": final_state, **grads._asdict(), **gradients}
-    results |= {name.removesuffix("_out"): tensor for name, tensor in outs.items()}
-    read = _read_back(backend, results)
-    arena.check()
-    return read
+    return bench.finish(
+        results, y=y_out, **{name.removesuffix("_out"): tensor for name, tensor in outs.items()}
+    )
 
 
 def run_acceptance(backend: Backend, case: AcceptanceCase) -> Arrays:
     """SPEC 2's accuracy acceptance: from A_log through the scan and back to its gradient."""
-    arena = Arena(backend)
-    t = arena.read_all(inputs(case))
-    square, row = (case.width, case.states), (case.width,)
-    sums = _accumulators(arena, {"d_a": square, "d_a_log": square, "d_d": row})
+    bench = _Bench(backend, case)
+    t = bench.t
+    sums = bench.accumulators("d_a_log", "d_d")
+    d_a = bench.arena.write(np.zeros((case.width, case.states), np.float32), "d_a")
     with no_transfers(backend):
         a, saved_a = backend.decay(t["a_log"])
         y, final_state, saved = backend.selective_scan(
@@ -390,9 +396,7 @@ def run_acceptance(backend: Backend, case: AcceptanceCase) -> Arrays:
             discretization=case.discretization,
         )
         grads = backend.selective_scan_backward(
-            t["dy"], saved, d_a=sums["d_a"], d_d=sums["d_d"], need_d_initial_state=True
+            t["dy"], saved, d_a=d_a, d_d=sums["d_d"], need_d_initial_state=True
         )
-        backend.decay_backward(sums["d_a"], saved_a, d_a_log=sums["d_a_log"])
-    read = _read_back(backend, {"y": y, "final_state": final_state, **grads._asdict(), **sums})
-    arena.check()
-    return read
+        backend.decay_backward(d_a, saved_a, d_a_log=sums["d_a_log"])
+    return bench.finish({"y": y, "final_state": final_state, **grads._asdict(), **sums, "d_a": d_a})
