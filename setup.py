@@ -6,6 +6,7 @@ make them.
 
 import os
 import platform
+import shutil
 import sys
 import sysconfig
 from glob import glob
@@ -81,9 +82,22 @@ extensions = [
     *(extension(f"{name}_{variant}", args) for name in KERNELS for variant, args in variants.items()),
 ]
 
+# What pip asks for before it builds, and the sdist, take the sources as they are.
+WITHOUT_COMPILING = {"sdist", "egg_info", "dist_info", "clean", "--version", "--name"}
+compiling = not WITHOUT_COMPILING.intersection(sys.argv)
+
+if compiling and sys.platform != "win32":
+    compiler = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()[0]
+    if shutil.which(compiler) is None:
+        sys.exit(
+            f"error: building mamba-fast from source needs a C compiler, and {compiler!r} is not on PATH: "
+            "install one (Debian, Ubuntu: apt install gcc python3-dev; macOS: xcode-select --install), set CC, "
+            "or install a wheel"
+        )
+
 jobs = os.cpu_count() or 1
-setup(
-    ext_modules=cythonize(
+if compiling:
+    extensions = cythonize(
         extensions,
         build_dir="build/cython",
         nthreads=jobs,
@@ -96,7 +110,10 @@ setup(
             "initializedcheck": False,
             "freethreading_compatible": True,
         },
-    ),
+    )
+
+setup(
+    ext_modules=extensions,
     options={
         "build_ext": {"parallel": jobs},
         **({"bdist_wheel": {"py_limited_api": "cp311"}} if use_limited_api else {}),

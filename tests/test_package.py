@@ -21,7 +21,17 @@ import mamba_fast
 
 PACKAGE = Path(mamba_fast.__file__).parent
 ROOT = PACKAGE.parent
-KERNELS = ("_cpu", "_cyutility", "_threads", "_operands", "_scan", "_conv1d", "_pointwise", "_optim", "_vecmath")
+KERNELS = (
+    "_cpu",
+    "_cyutility",
+    "_threads",
+    "_operands",
+    "_scan",
+    "_conv1d",
+    "_pointwise",
+    "_optim",
+    "_vecmath",
+)
 
 in_checkout = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="needs a checkout (setup.py)")
 on_x86_64_linux = pytest.mark.skipif(
@@ -169,3 +179,17 @@ def test_preflight_names_a_compiler_that_is_not_there():
     done = preflight(CC="no-such-compiler -O2")
     assert done.returncode == 1
     assert "no-such-compiler is not on PATH" in done.stderr
+
+
+@in_checkout
+def test_building_without_a_compiler_is_one_line_with_the_remedy():
+    run = subprocess.run(
+        [sys.executable, "setup.py", "build_ext"],
+        cwd=ROOT,
+        env={**os.environ, "CC": "no-such-compiler"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode != 0
+    assert "'no-such-compiler' is not on PATH: install one" in run.stderr
+    assert "Traceback" not in run.stderr
