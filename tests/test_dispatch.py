@@ -81,7 +81,9 @@ def test_every_variant_agrees_with_the_oracle(monkeypatch, variant, discretizati
 
 
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="objdump is not installed")
-@pytest.mark.parametrize("name", ["_cpu", "_threads", "_operands", "_scan", "_conv1d", "_pointwise", "_optim"])
+@pytest.mark.parametrize(
+    "name", ["_cpu", "_threads", "_operands", "_scan", "_conv1d", "_pointwise", "_optim"]
+)
 def test_the_modules_that_run_on_every_processor_hold_no_avx(name):
     module = __import__(f"mamba_fast.{name}", fromlist=["x"])
     listing = subprocess.run(
