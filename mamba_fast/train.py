@@ -115,7 +115,8 @@ def train(
         run's newest. The run continues bit for bit as if it had never stopped, given the same
         configuration (`steps` or `epochs` may grow; a cosine follows the new total) and the same data.
     tokenizer
-        of the data, saved with the model. Text without one is read as bytes (`ByteTokenizer`).
+        of the data, saved with the model. Where `data` is text without one, both `data` and
+        `validation` are read as bytes (`ByteTokenizer`).
     progress
         show a bar with loss, tokens/s and the time left, on stderr
 
@@ -127,7 +128,8 @@ def train(
     ------
     ValueError
         the data is shorter than one window or does not fit the model's vocabulary; what `load_data`
-        raises; the checkpoint belongs to another model, configuration or data
+        raises; `validation` is text, while `data` is ids and no tokenizer says what they mean; the
+        checkpoint belongs to another model, configuration or data
     FileExistsError
         `out` holds another run already
     FileNotFoundError
@@ -155,7 +157,7 @@ def train(
     if validation is None:
         training, held_out = tokens.split(config.validation_fraction, config.seed)
     else:
-        training, (held_out, _) = tokens, _load(validation, tokenizer, progress)
+        training, held_out = tokens, load_data(validation, tokenizer, progress=progress)
     _check_length(training, config, tokens)
 
     before = set(model.store.trainable)
@@ -177,7 +179,7 @@ def _path(out: str | os.PathLike[str] | None) -> Path | None:
 
 
 def _load(source: Any, tokenizer: Tokenizer | None, progress: bool) -> tuple[TokenData, Tokenizer | None]:
-    """The data, and the tokenizer that made it."""
+    """The data to train on, and its tokenizer: bytes where text comes without one."""
     try:
         return load_data(source, tokenizer, progress=progress), tokenizer
     except TokenizerNeededError:
@@ -231,7 +233,7 @@ class _Run:
         self.result = TrainResult(steps=0, out=out)
         self.windows_per_step = config.batch_size * config.grad_accumulation
         self.steps_per_epoch = math.ceil(len(self.windows) / self.windows_per_step)
-        self.total = config.steps or math.ceil(config.epochs * self.steps_per_epoch)
+        self.total = config.steps or _steps(config.epochs, self.steps_per_epoch)
         self._order: tuple[int, np.ndarray] | None = None
         self._slots = model.backend.zeros((_LOSS_SLOTS,))
         self._pending: list[int] = []  # predicted positions of the steps whose losses are in the slots
@@ -275,12 +277,12 @@ class _Run:
             if regular or last or len(self._pending) == _LOSS_SLOTS:
                 stats = self._read_back(log)
                 speed = clock.tokens_per_second(state.tokens)
-                loss = _mean(state.interval)
+                loss = state.mean_loss
                 bar.set_postfix_str(f"loss {loss:.4f}, {speed:,.0f} tokens/s")
                 if regular or last:
                     self._log_training(log, loss, lr, stats, speed)
                 if regular:
-                    state.interval.clear()
+                    state.start_interval()
                 self._give_up_if_diverged()
             if last:
                 break  # what is due at the end is `_finish`'s
@@ -341,14 +343,10 @@ class _Run:
         """Losses and counters since the last time. Waits for the device."""
         state = self.state
         sums = self.model.backend.to_host(self._slots)[: len(self._pending)].tolist()
-        losses = [
-            total / count if count else math.nan for total, count in zip(sums, self._pending, strict=True)
-        ]
-        state.interval += [
-            (loss if math.isfinite(loss) else math.nan, count)
-            for loss, count in zip(losses, self._pending, strict=True)
-        ]
-        self.result.losses += [loss if math.isfinite(loss) else math.nan for loss in losses]
+        for total, count in zip(sums, self._pending, strict=True):
+            state.add_loss(total, count)
+            counts = count > 0 and math.isfinite(total)
+            self.result.losses.append(total / count if counts else math.nan)
         self._pending.clear()
         stats = self.optimizer.stats()
         newly, looked_at = stats.skipped - state.skipped, state.step - state.seen
@@ -540,8 +538,7 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _mean(interval: list[tuple[float, int]]) -> float:
-    """Mean loss over the predicted positions of the steps whose loss is finite; NaN if none is."""
-    finite = [(loss, count) for loss, count in interval if math.isfinite(loss)]
-    count = sum(count for _, count in finite)
-    return sum(loss * count for loss, count in finite) / count if count else math.nan
+def _steps(epochs: float, steps_per_epoch: int) -> int:
+    """Steps that cover so many epochs, the last one in part: at least one."""
+    # Rounded first: 0.07 * 100 is 7.000000000000001, and an eighth step is not what was asked for.
+    return max(1, math.ceil(round(epochs * steps_per_epoch, 9)))

@@ -21,8 +21,8 @@ import math
 import os
 import shutil
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -77,20 +77,40 @@ class TrainerState:
     """The step at which it was last looked at."""
     validated: tuple[int, float] | None = None
     """Step and loss of the last validation."""
-    interval: list[tuple[float, int]] = field(default_factory=list)
-    """Mean loss and predicted positions of each step since the last regular line of the log."""
+    interval_loss: float = 0.0
+    """Summed losses since the last regular line of the log, of the steps whose loss is finite, in their
+    order."""
+    interval_tokens: int = 0
+    """Predicted positions of those steps."""
+
+    def add_loss(self, total: float, predicted: int) -> None:
+        """Count a step with this sum of losses, unless it is not finite or nothing was predicted."""
+        if predicted and math.isfinite(total):
+            self.interval_loss += total
+            self.interval_tokens += predicted
+
+    @property
+    def mean_loss(self) -> float:
+        """Mean loss per token since the last regular line of the log; NaN if no step counts."""
+        return self.interval_loss / self.interval_tokens if self.interval_tokens else math.nan
+
+    def start_interval(self) -> None:
+        """A regular line of the log was written."""
+        self.interval_loss, self.interval_tokens = 0.0, 0
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON types; a loss that is not finite becomes None."""
+        """JSON types; a validation's loss that is not finite becomes None."""
         values = dataclasses.asdict(self)
-        values["interval"] = [(loss if math.isfinite(loss) else None, count) for loss, count in self.interval]
+        if self.validated is not None and not math.isfinite(self.validated[1]):
+            values["validated"] = self.validated[0], None
         return values
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainerState:
         state = cls(**values)
-        state.interval = [(math.nan if loss is None else loss, count) for loss, count in state.interval]
-        state.validated = None if state.validated is None else tuple(state.validated)  # type: ignore[assignment]
+        if state.validated is not None:
+            step, loss = state.validated
+            state.validated = step, math.nan if loss is None else loss
         return state
 
 
@@ -226,13 +246,8 @@ def load_checkpoint(
     described = _read_description(path)
     model_config, parameters = read_model(path)
     _same(f"{path}: the model", model_config.to_dict(), model.config.to_dict())
-    then, now = described["config"], config.to_dict()
-    changed = {key for key in then.keys() & now.keys() if key in _MAY_CHANGE}
-    _same(
-        f"{path}: the run",
-        {k: v for k, v in then.items() if k not in changed},
-        {k: v for k, v in now.items() if k not in changed},
-    )
+    then = _run_config(path, described)
+    _same(f"{path}: the run", then.to_dict(), config.to_dict(), may_change=_MAY_CHANGE)
     was, is_now = described["data"], _describe(data)
     if was != is_now:
         raise ValueError(
@@ -276,8 +291,20 @@ def _read_description(path: Path) -> dict[str, Any]:
     return described
 
 
-def _same(what: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    differing = [key for key in {**then, **now} if then.get(key) != now.get(key)]
+def _run_config(path: Path, described: Mapping[str, Any]) -> TrainConfig:
+    """The checkpoint's configuration; a field that is younger than the checkpoint has its default."""
+    try:
+        return TrainConfig.from_dict(described["config"])
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{path / TRAINER_FILE}: the run's configuration is none of this version: {error}"
+        ) from None
+
+
+def _same(
+    what: str, then: Mapping[str, Any], now: Mapping[str, Any], *, may_change: Collection[str] = ()
+) -> None:
+    differing = [key for key in now if key not in may_change and then[key] != now[key]]
     if differing:
-        listed = ", ".join(f"{key}={then.get(key)!r} (now {now.get(key)!r})" for key in differing)
+        listed = ", ".join(f"{key}={then[key]!r} (now {now[key]!r})" for key in differing)
         raise ValueError(f"{what} was started with {listed}: resume with the same values")
