@@ -19,7 +19,7 @@ import numpy as np
 
 from mamba_fast import checks
 from mamba_fast.backend import ScanGradients, Tensor
-from mamba_fast.backends._blas import find_openblas, multiply_with_numpy
+from mamba_fast.backends._blas import blas_name, find_openblas, multiply_with_numpy
 from mamba_fast.backends._cython_memory import ArrayMemory
 from mamba_fast.backends._cython_saved import (
     ConvSaved,
@@ -30,7 +30,7 @@ from mamba_fast.backends._cython_saved import (
     ScanSaved,
     read_saved,
 )
-from mamba_fast.backends._cython_tensors import apart, elements, f32, i32, rows
+from mamba_fast.backends._cython_tensors import apart, check_ids, check_lengths, elements, f32, i32, rows
 from mamba_fast.backends._dispatch import Kernels, load_kernels
 
 __all__ = ["SERIAL_BELOW", "CythonBackend", "create_backend"]
@@ -39,6 +39,9 @@ SERIAL_BELOW = 1 << 15
 """Fewest elementary operations (elements, times taps or states where an op has them) for which waking
 another thread costs less than it saves: about ten microseconds of work."""
 
+MOST_THREADS = 256
+"""The size of the pool of `_threads`."""
+
 
 def create_backend(*, threads: int | None = None) -> CythonBackend:
     """The CPU backend.
@@ -46,55 +49,39 @@ def create_backend(*, threads: int | None = None) -> CythonBackend:
     Parameters
     ----------
     threads
-        How many threads the kernels use. None: the environment variable OMP_NUM_THREADS where it is a
-        positive integer, else the number of CPUs that this process may use. Matrix products use as many
-        where they are OpenBLAS's; where they are numpy's (`describe` says it) they follow the settings
-        of numpy's library.
+        How many threads the kernels use, at most 256. None: the environment variable OMP_NUM_THREADS
+        where it is a positive integer, else the number of CPUs that this process may use. Matrix products
+        use as many where they are OpenBLAS's; where they are numpy's (`describe` says it) they follow the
+        settings of numpy's library.
 
     Raises
     ------
     ValueError
-        threads is not a positive integer
+        threads is not an integer from 1 to 256
     BackendUnavailableError
         a compiled module is missing or does not fit this Python, or MAMBA_FAST_CPU names a variant of
         the kernels that cannot run here
     """
     if threads is not None and (
-        isinstance(threads, bool) or not isinstance(threads, int | np.integer) or threads < 1
+        isinstance(threads, bool)
+        or not isinstance(threads, int | np.integer)
+        or not 1 <= threads <= MOST_THREADS
     ):
-        raise ValueError(f"threads must be a positive integer or None, got {threads!r}")
+        raise ValueError(f"threads must be an integer from 1 to {MOST_THREADS} or None, got {threads!r}")
     kernels = load_kernels()
     if threads is None:
         threads = _threads_from_environment() or kernels.threads.available_cpus()
+        threads = min(threads, MOST_THREADS)
     return CythonBackend(kernels, int(threads))
+
+
+def _create_with(threads: int) -> CythonBackend:
+    return create_backend(threads=threads)
 
 
 def _threads_from_environment() -> int | None:
     value = os.environ.get("OMP_NUM_THREADS", "").strip()
     return int(value) if value.isascii() and value.isdigit() and int(value) > 0 else None
-
-
-def _blas_name() -> str:
-    """The library behind numpy's matrix products, as numpy reports it."""
-    try:
-        config: Any = np.show_config(mode="dicts")
-        name = str(config["Build Dependencies"]["blas"]["name"])
-    except (KeyError, TypeError):
-        return "unknown BLAS"
-    return "OpenBLAS" if "openblas" in name.lower() else name
-
-
-def _check_lengths(op: str, lengths: Any, length: int) -> None:
-    """The kernels read and write by these int32 values, so they are checked here."""
-    if lengths is not None and (lengths.min() < 1 or lengths.max() > length):
-        i = int(np.argmax((lengths < 1) | (lengths > length)))
-        raise ValueError(f"{op}: lengths[{i}] is {lengths[i]}, expected 1 to {length}")
-
-
-def _check_ids(op: str, name: str, ids: np.ndarray, stop: int) -> None:
-    if ids.min() < 0 or ids.max() >= stop:
-        wrong = ids[(ids < 0) | (ids >= stop)].flat[0]
-        raise ValueError(f"{op}: {name} {wrong} is outside 0 to {stop - 1}")
 
 
 def _numbered(**lists: Sequence[Any]) -> dict[str, Any]:
@@ -120,10 +107,14 @@ class CythonBackend(ArrayMemory):
         self._operands = kernels.operands
         self._openblas = find_openblas()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The kernels are modules; a copy or an unpickled backend finds them again, in its own process.
+        return _create_with, (self.threads,)
+
     def describe(self) -> str:
         plural = "s" if self.threads > 1 else ""
         numpy = ".".join(np.__version__.split(".")[:2])
-        products = "OpenBLAS" if self._openblas else f"numpy.matmul over {_blas_name()}"
+        products = "OpenBLAS" if self._openblas else f"numpy.matmul over {blas_name()}"
         return f"cython: {self.threads} thread{plural}, {self.variant}, numpy {numpy} ({products})"
 
     def _workers(self, work: int) -> int:
@@ -207,7 +198,7 @@ class CythonBackend(ArrayMemory):
     ) -> tuple[Tensor, Any]:
         checks.embedding(ids, table, out)
         self._check("embedding", {"out": out}, {"table": table}, {"ids": ids})
-        _check_ids("embedding", "id", ids, table.shape[0])
+        check_ids("embedding", "id", ids, table.shape[0])
         y = np.empty((*ids.shape, table.shape[1]), np.float32) if out is None else out
         self._pointwise.gather(ids.reshape(-1), table, rows(y), self._workers(y.size))
         return y, EmbeddingSaved(ids) if grad else None
@@ -218,7 +209,7 @@ class CythonBackend(ArrayMemory):
         checks.embedding_backward(dy, ids.shape, d_table)
         self._check(op, {"d_table": d_table}, {"dy": dy}, {"ids": ids})
         flat = np.array(ids.reshape(-1))  # a copy: nobody can change it between the check and the use
-        _check_ids(op, "id", flat, d_table.shape[0])
+        check_ids(op, "id", flat, d_table.shape[0])
         order = np.argsort(flat, kind="stable")
         self._pointwise.scatter_add(flat, order, rows(dy), d_table, self._workers(dy.size))
 
@@ -323,7 +314,7 @@ class CythonBackend(ArrayMemory):
             {"x": x, "w": w, "bias": bias, "initial_state": initial_state},
             {"seq_start": seq_start, "lengths": lengths},
         )
-        _check_lengths(op, lengths, x.shape[1])
+        check_lengths(op, lengths, x.shape[1])
         saved = ConvSaved(x, bias, initial_state, seq_start, lengths, activation == "silu")
         y = np.empty(x.shape, np.float32) if out is None else out
         final_state = np.empty((x.shape[0], w.shape[1] - 1, x.shape[2]), np.float32)
@@ -400,7 +391,7 @@ class CythonBackend(ArrayMemory):
             "initial_state": initial_state,
         }  # fmt: skip
         self._check(op, {"out": out}, reads, {"seq_start": seq_start, "lengths": lengths})
-        _check_lengths(op, lengths, u.shape[1])
+        check_lengths(op, lengths, u.shape[1])
         batch, length, width = u.shape
         states = a.shape[1]
         zoh, softplus = discretization == "zoh", bool(delta_softplus)
