@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib
 import json
 import shutil
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from safetensors import SafetensorError
 
 from mamba_fast.backend import Tensor
 from mamba_fast.checkpoint import CheckpointError
@@ -290,16 +291,16 @@ def test_the_newest_checkpoints_are_kept(tmp_path, keep, left):
 def test_a_full_disk_leaves_the_checkpoints_before_and_no_debris(tmp_path, monkeypatch):
     import mamba_fast.checkpoint as module
 
-    real, left = module.save_file, 3
+    real, left = module._safetensors, 3
 
-    def full(*args: Any, **options: Any) -> None:
+    def full(*args: Any) -> Iterator[Any]:
         nonlocal left
         left -= 1
         if left < 0:
-            raise SafetensorError("I/O error: No space left on device (os error 28)")
-        real(*args, **options)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        yield from real(*args)
 
-    monkeypatch.setattr(module, "save_file", full)
+    monkeypatch.setattr(module, "_safetensors", full)
     with pytest.raises(OSError, match=r"could not write .*step-00000010.*No space left"):
         run(tmp_path, RUN.replace(checkpoint_every=5, keep_checkpoints=1))
     assert names(tmp_path) == ["step-00000005"]
