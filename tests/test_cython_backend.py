@@ -430,3 +430,19 @@ def test_the_environment_is_not_read_at_import():
     before = os.environ.get("OMP_NUM_THREADS")
     importlib.reload(module)
     assert os.environ.get("OMP_NUM_THREADS") == before
+
+
+@pytest.mark.parametrize("shape", [(5000,), (33, 7, 129), (3, 5)])
+def test_large_tensors_start_at_a_cache_line_and_are_like_any_other(shape):
+    backend = create_backend()
+    for tensor in (
+        backend.empty(shape),
+        backend.zeros(shape),
+        backend.add(backend.zeros(shape), backend.zeros(shape)),
+    ):
+        assert tensor.shape == shape
+        assert tensor.flags.c_contiguous
+        assert tensor.flags.writeable
+        if tensor.nbytes >= 1 << 14:
+            assert tensor.__array_interface__["data"][0] % 64 == 0
+    assert not backend.zeros(shape).any()

@@ -16,6 +16,7 @@ from mamba_fast.backends._cython_tensors import (
     bf16_to_f32,
     convert,
     f32_to_bf16,
+    new,
     reshape,
 )
 
@@ -46,10 +47,12 @@ class ArrayMemory(Backend):
         return host
 
     def empty(self, shape: Sequence[int], dtype: str = "f32") -> Tensor:
-        return np.empty(tuple(shape), self._storage("empty", dtype))
+        return new(tuple(shape), self._storage("empty", dtype))
 
     def zeros(self, shape: Sequence[int], dtype: str = "f32") -> Tensor:
-        return np.zeros(tuple(shape), self._storage("zeros", dtype))
+        result = new(tuple(shape), self._storage("zeros", dtype))
+        result.fill(0)
+        return result
 
     @staticmethod
     def _storage(op: str, dtype: str) -> np.dtype[Any]:
