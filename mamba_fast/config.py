@@ -31,13 +31,21 @@ def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
         raise ValueError(f"not JSON: not UTF-8 (byte {error.start})") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error}") from None
+    except _DuplicateKeyError:
+        raise
+    except ValueError:
+        raise ValueError("not JSON that can be read: a number has too many digits") from None
+
+
+class _DuplicateKeyError(ValueError):
+    pass
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} comes twice")
+        raise _DuplicateKeyError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} comes twice")
     return values
 
 

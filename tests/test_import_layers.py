@@ -23,7 +23,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # says so, from its own; and the third-party packages named for it.
 CONTRACT = {"backend", "checks", "config"}
 TENSORS = {"params", "layers", "mamba1", "lm", "state", "optim"}
-HOST = {"init", "inputs", "data", "tokenizer", "checkpoint", "metrics", "plot"}
+HOST = {"init", "inputs", "sources", "data", "tokenizer", "checkpoint", "metrics", "plot"}
 USE = {"model", "functional", "train", "training_state", "generate", "evaluate"}
 TOP = {"cli", "_cli", "__init__", "__main__", "environment"}
 

@@ -214,7 +214,7 @@ def _plan(args: argparse.Namespace, out: Path) -> tuple[Path | None, TrainConfig
 
 def _data(args: argparse.Namespace, origin: Path | None) -> tuple[Tokenizer | None, Any]:
     """The tokenizer (None: token files of an unknown one) and the data as tokens."""
-    from mamba_fast.data import TOKEN_SUFFIXES
+    from mamba_fast.sources import is_token_file
     from mamba_fast.tokenizer import ByteTokenizer, HFTokenizer, load_tokenizer, train_bpe
 
     name = args.tokenizer
@@ -225,7 +225,7 @@ def _data(args: argparse.Namespace, origin: Path | None) -> tuple[Tokenizer | No
             tokenizer: Tokenizer | None = load_tokenizer(origin)
         except FileNotFoundError:  # a model of token files
             tokenizer = None
-    elif name is None and all(Path(path).suffix in TOKEN_SUFFIXES for path in args.data):
+    elif name is None and all(map(is_token_file, args.data)):
         if not hasattr(args, "vocab_size"):
             raise UsageError("token files need --vocab-size, or --tokenizer: the one that made them")
         tokenizer = None
