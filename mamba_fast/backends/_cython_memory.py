@@ -16,7 +16,6 @@ from mamba_fast.backends._cython_tensors import (
     bf16_to_f32,
     convert,
     f32_to_bf16,
-    new,
     reshape,
 )
 
@@ -47,10 +46,10 @@ class ArrayMemory(Backend):
         return host
 
     def empty(self, shape: Sequence[int], dtype: str = "f32") -> Tensor:
-        return new(tuple(shape), self._storage("empty", dtype))
+        return self._new(tuple(shape), self._storage("empty", dtype))
 
     def zeros(self, shape: Sequence[int], dtype: str = "f32") -> Tensor:
-        result = new(tuple(shape), self._storage("zeros", dtype))
+        result = self._new(tuple(shape), self._storage("zeros", dtype))
         result.fill(0)
         return result
 

@@ -48,22 +48,6 @@ _I32 = NUMPY["i32"]
 
 # How hard `numpy.shares_memory` may try. Column views of one buffer need a handful of tries.
 _MAX_WORK = 1_000_000
-_LINE = 64
-_ALIGN_FROM = 1 << 14
-
-
-def new(shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray:
-    """An array whose values are undefined, its memory starting at a cache line.
-
-    numpy's own starts 16 bytes past one where it is large: each of the kernels' vectors would lie across
-    two lines, which cost the scan 7 % on a processor with AVX-512.
-    """
-    count, itemsize = math.prod(shape), np.dtype(dtype).itemsize
-    if count * itemsize < _ALIGN_FROM:
-        return np.empty(shape, dtype)
-    raw = np.empty(count * itemsize + _LINE, np.uint8)
-    start = -raw.__array_interface__["data"][0] % _LINE
-    return raw[start : start + count * itemsize].view(dtype).reshape(shape)
 
 
 def convert(array: Any, dtype: str, copy: bool) -> np.ndarray:

@@ -21,6 +21,7 @@ from mamba_fast import checks
 from mamba_fast.backend import ScanGradients, Tensor
 from mamba_fast.backends._blas import blas_name, find_openblas, multiply_with_numpy
 from mamba_fast.backends._cython_memory import ArrayMemory
+from mamba_fast.backends._cython_pool import Pool
 from mamba_fast.backends._cython_saved import (
     ConvSaved,
     DecaySaved,
@@ -30,7 +31,7 @@ from mamba_fast.backends._cython_saved import (
     ScanSaved,
     read_saved,
 )
-from mamba_fast.backends._cython_tensors import apart, check_ids, check_lengths, elements, f32, i32, new, rows
+from mamba_fast.backends._cython_tensors import apart, check_ids, check_lengths, elements, f32, i32, rows
 from mamba_fast.backends._dispatch import Kernels, load_kernels
 
 __all__ = ["SERIAL_BELOW", "CythonBackend", "create_backend"]
@@ -106,6 +107,9 @@ class CythonBackend(ArrayMemory):
         self._gemm = kernels.gemm
         self._operands = kernels.operands
         self._openblas = find_openblas()
+        self.pool = Pool()
+        """The memory of the tensors that ops make."""
+        self._new = self.pool.new
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The kernels are modules; a copy or an unpickled backend finds them again, in its own process.
@@ -158,7 +162,7 @@ class CythonBackend(ArrayMemory):
         checks.same_shape("add", a, b, out)
         self._check("add", {"out": out}, {"a": a, "b": b})
         if out is None:
-            out = new(a.shape)
+            out = self._new(a.shape)
         self._pointwise.add(*elements(out, a, b), self._workers(a.size))
         return out
 
@@ -173,14 +177,14 @@ class CythonBackend(ArrayMemory):
 
     def sum(self, x: Tensor) -> Tensor:
         self._check("sum", {}, {"x": x})
-        total = new((1,))
+        total = self._new((1,))
         self._pointwise.store(self._pointwise.sum_all(*elements(x), False, self._workers(x.size)), total)
         return total
 
     def decay(self, a_log: Tensor, *, grad: bool = True) -> tuple[Tensor, Any]:
         checks.decay(a_log)
         self._check("decay", {}, {"a_log": a_log})
-        a = new(a_log.shape)
+        a = self._new(a_log.shape)
         self._pointwise.decay(*elements(a_log, a))
         return a, DecaySaved(a_log, a) if grad else None
 
@@ -199,7 +203,7 @@ class CythonBackend(ArrayMemory):
         checks.embedding(ids, table, out)
         self._check("embedding", {"out": out}, {"table": table}, {"ids": ids})
         check_ids("embedding", "id", ids, table.shape[0])
-        y = new((*ids.shape, table.shape[1])) if out is None else out
+        y = self._new((*ids.shape, table.shape[1])) if out is None else out
         self._pointwise.gather(ids.reshape(-1), table, rows(y), self._workers(y.size))
         return y, EmbeddingSaved(ids) if grad else None
 
@@ -227,7 +231,7 @@ class CythonBackend(ArrayMemory):
         checks.linear(x, w, bias, out, accumulate)
         self._check("linear", {"out": out}, {"x": x, "w": w, "bias": bias})
         if out is None:
-            out = new((*x.shape[:-1], w.shape[0]))
+            out = self._new((*x.shape[:-1], w.shape[0]))
         y = rows(out)
         self._multiply(rows(x), False, w, True, y, alpha, accumulate)
         if bias is not None:
@@ -258,7 +262,7 @@ class CythonBackend(ArrayMemory):
             self._pointwise.column_sums(dy2, dbias, self._workers(dy.size))
         if not need_dx:
             return None
-        dx = new(x.shape) if out is None else out
+        dx = self._new(x.shape) if out is None else out
         self._multiply(dy2, False, w, False, rows(dx), alpha, accumulate)
         return dx
 
@@ -267,7 +271,7 @@ class CythonBackend(ArrayMemory):
     ) -> tuple[Tensor, Any]:
         checks.rms_norm(x, w, out)
         self._check("rms_norm", {"out": out}, {"x": x, "w": w})
-        y = new(x.shape) if out is None else out
+        y = self._new(x.shape) if out is None else out
         inv = np.empty(x.size // x.shape[-1], np.float64)
         self._pointwise.rms_norm(rows(x), w, eps, rows(y), inv, self._workers(x.size))
         return y, NormSaved(x, inv) if grad else None
@@ -286,7 +290,7 @@ class CythonBackend(ArrayMemory):
         x, inv = read_saved(op, saved, NormSaved)
         checks.rms_norm_backward(dy, x.shape, w, dw, out, accumulate)
         self._check(op, {"dw": dw, "out": out}, {"dy": dy, "w": w, "x": x})
-        dx = new(x.shape) if out is None else out
+        dx = self._new(x.shape) if out is None else out
         threads = self._workers(x.size)
         self._pointwise.rms_norm_backward(rows(dy), rows(x), w, inv, rows(dx), accumulate, dw, threads)
         return dx
@@ -316,8 +320,8 @@ class CythonBackend(ArrayMemory):
         )
         check_lengths(op, lengths, x.shape[1])
         saved = ConvSaved(x, bias, initial_state, seq_start, lengths, activation == "silu")
-        y = new(x.shape) if out is None else out
-        final_state = new((x.shape[0], w.shape[1] - 1, x.shape[2]))
+        y = self._new(x.shape) if out is None else out
+        final_state = self._new((x.shape[0], w.shape[1] - 1, x.shape[2]))
         threads = self._workers(x.size * w.shape[1])
         self._conv1d.forward(
             x, np.ascontiguousarray(w.T), bias, initial_state, seq_start, lengths, y, final_state, saved.silu,
@@ -353,10 +357,10 @@ class CythonBackend(ArrayMemory):
             },
             {"seq_start": seq_start, "lengths": lengths},
         )
-        dx = new(x.shape) if out is None else out
+        dx = self._new(x.shape) if out is None else out
         d_initial_state = None
         if need_d_initial_state:
-            d_initial_state = new((x.shape[0], w.shape[1] - 1, x.shape[2]))
+            d_initial_state = self._new((x.shape[0], w.shape[1] - 1, x.shape[2]))
         self._conv1d.backward(
             dy, d_final_state, x, np.ascontiguousarray(w.T), bias, initial_state, seq_start, lengths, dx, dw,
             dbias, d_initial_state, silu, self._workers(x.size * w.shape[1]),
@@ -395,11 +399,11 @@ class CythonBackend(ArrayMemory):
         batch, length, width = u.shape
         states = a.shape[1]
         zoh, softplus = discretization == "zoh", bool(delta_softplus)
-        y = new(u.shape) if out is None else out
-        final_state = new((batch, width, states))
+        y = self._new(u.shape) if out is None else out
+        final_state = self._new((batch, width, states))
         checkpoints = None
         if grad:
-            checkpoints = new(self._scan.checkpoint_shape(batch, length, width, states))
+            checkpoints = self._new(self._scan.checkpoint_shape(batch, length, width, states))
         self._scan.forward(
             u, delta, a, b, c, d, z, delta_bias, initial_state, seq_start, lengths, y, final_state,
             checkpoints, softplus, zoh, self._workers(u.size * states),
@@ -444,12 +448,12 @@ class CythonBackend(ArrayMemory):
             "c": s.c, "d": s.d, "z": s.z, "delta_bias": s.delta_bias,
         }  # fmt: skip
         self._check(op, writes, reads, {"seq_start": s.seq_start, "lengths": s.lengths})
-        du = new(s.u.shape) if du_out is None else du_out
-        ddelta = new(s.u.shape) if ddelta_out is None else ddelta_out
-        db = new(s.b.shape) if db_out is None else db_out
-        dc = new(s.b.shape) if dc_out is None else dc_out
-        dz = None if s.z is None else new(s.u.shape) if dz_out is None else dz_out
-        d_initial = new((batch, width, states)) if need_d_initial_state else None
+        du = self._new(s.u.shape) if du_out is None else du_out
+        ddelta = self._new(s.u.shape) if ddelta_out is None else ddelta_out
+        db = self._new(s.b.shape) if db_out is None else db_out
+        dc = self._new(s.b.shape) if dc_out is None else dc_out
+        dz = None if s.z is None else self._new(s.u.shape) if dz_out is None else dz_out
+        d_initial = self._new((batch, width, states)) if need_d_initial_state else None
         self._scan.backward(
             dy, d_final_state, s.u, s.delta, s.a, s.b, s.c, s.d, s.z, s.delta_bias, s.seq_start, s.lengths,
             s.checkpoints, du, ddelta, db, dc, dz, d_a, d_d, d_delta_bias, d_initial, s.softplus, s.zoh,
@@ -477,7 +481,7 @@ class CythonBackend(ArrayMemory):
             raise ValueError(
                 f"{op}: target {targets[outside][0]} is outside 0 to {width - 1} and not {ignore_index}"
             )
-        losses = new(targets.shape)
+        losses = self._new(targets.shape)
         self._pointwise.cross_entropy(
             logits, targets, losses, scale, ignore_index, grad, self._workers(logits.size)
         )
@@ -489,7 +493,7 @@ class CythonBackend(ArrayMemory):
         total = 0.0
         for tensor in tensors:
             total += self._pointwise.sum_all(*elements(tensor), True, self._workers(tensor.size))
-        norm = new((1,))
+        norm = self._new((1,))
         self._pointwise.store(math.sqrt(total), norm)
         return norm
 
@@ -557,7 +561,7 @@ class CythonBackend(ArrayMemory):
         op = "conv1d_step"
         checks.conv1d_step(x, state, w, bias, activation, out)
         self._check(op, {"state": state, "out": out}, {"x": x, "w": w, "bias": bias})
-        y = new(x.shape) if out is None else out
+        y = self._new(x.shape) if out is None else out
         threads = self._workers(x.size * w.shape[1])
         self._conv1d.step(x, state, np.ascontiguousarray(w.T), bias, y, activation == "silu", threads)
         return y
@@ -582,7 +586,7 @@ class CythonBackend(ArrayMemory):
         checks.selective_scan_step(u, delta, a, b, c, d, z, delta_bias, state, discretization, out)
         reads = {"u": u, "delta": delta, "a": a, "b": b, "c": c, "d": d, "z": z, "delta_bias": delta_bias}
         self._check(op, {"state": state, "out": out}, reads)
-        y = new(u.shape) if out is None else out
+        y = self._new(u.shape) if out is None else out
         self._scan.step(
             u, delta, a, b, c, d, z, delta_bias, state, y, bool(delta_softplus), discretization == "zoh",
             self._workers(state.size),
