@@ -32,6 +32,7 @@ __all__ = [
     "StreamDecoder",
     "Tokenizer",
     "as_tokenizer",
+    "check_bpe_size",
     "check_vocabulary",
     "load_tokenizer",
     "train_bpe",
@@ -44,6 +45,9 @@ HF_FILE = "tokenizer.json"
 _EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>", "[SEP]")
 _PAD_NAMES = ("<|pad|>", "<|padding|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>")
 
+
+# What a vocabulary learnt here has besides the bytes.
+_BPE_SPECIALS = ("<|endoftext|>", "<|pad|>")
 
 # The library makes room for a vocabulary at once and ends the process where there is none.
 _LARGEST_VOCABULARY = 1 << 20
@@ -344,9 +348,8 @@ def train_bpe(
     """
     if isinstance(texts, str):
         raise TypeError("texts must be an iterable of texts, got one string: pass [text]")
-    specials = ["<|endoftext|>", "<|pad|>"]
-    least = 256 + len(specials)
-    vocab_size = _size("vocab_size", vocab_size, least, _LARGEST_VOCABULARY)
+    specials = list(_BPE_SPECIALS)
+    vocab_size = check_bpe_size(vocab_size)
     min_frequency = _size("min_frequency", min_frequency, 1, _LARGEST_FREQUENCY)
     tokenizers = _import_tokenizers()
     models, trainers = tokenizers.models, tokenizers.trainers
@@ -378,6 +381,11 @@ def train_bpe(
     if count == 0:
         raise ValueError("no text to learn a vocabulary from")
     return HFTokenizer._of(tokenizer, *specials)
+
+
+def check_bpe_size(vocab_size: int) -> int:
+    """A number of ids that `train_bpe` can make; ValueError for any other."""
+    return _size("vocab_size", vocab_size, 256 + len(_BPE_SPECIALS), _LARGEST_VOCABULARY)
 
 
 def load_tokenizer(source: str | os.PathLike[str]) -> Tokenizer:

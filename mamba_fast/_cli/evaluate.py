@@ -6,7 +6,7 @@ import argparse
 import json
 
 from mamba_fast._cli.data import add_data_options, read_data
-from mamba_fast._cli.options import add_common_options, choose_backend, model_folder, positive, write
+from mamba_fast._cli.options import add_common_options, choose_backend, model_folder, path, positive, write
 
 NAME = "eval"
 SUMMARY = "measure how well a model predicts a text"
@@ -32,9 +32,11 @@ examples:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="folder of the model")
+    parser.add_argument("model", type=path, metavar="MODEL", help="folder of the model")
     data = parser.add_argument_group("data")
-    data.add_argument("--data", nargs="+", required=True, metavar="PATH", help="files or folders to predict")
+    data.add_argument(
+        "--data", nargs="+", type=path, required=True, metavar="PATH", help="files or folders to predict"
+    )
     add_data_options(data)
     group = parser.add_argument_group("how to measure")
     group.add_argument(
