@@ -167,6 +167,9 @@ class _ByteStream:
 class HFTokenizer(Tokenizer):
     """A Hugging Face tokenizer, from its `tokenizer.json`.
 
+    Where a text spells out a special token, such as `<|endoftext|>`, that token is what it becomes;
+    every other text of a byte-level vocabulary comes back from `decode` as it was.
+
     Parameters
     ----------
     path
