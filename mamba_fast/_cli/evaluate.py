@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> None:
         ("bits per byte", "unknown (the model has no tokenizer)" if bits is None else f"{bits:.4f}"),
         ("top-1", f"{100 * result['top1']:.2f} %"),
         ("top-5", f"{100 * result['top5']:.2f} %"),
-        ("tokens", f"{result['tokens']:,} in {result['windows']:,} windows of {args.seq_len}"),
+        ("tokens", f"{result['tokens']:,} in {result['windows']:,} windows of {min(args.seq_len, len(data) - 1):,}"),
         ("tokens/s", f"{result['tokens_per_second']:,.0f}"),
     ]
     for name, value in lines:
