@@ -76,13 +76,14 @@ def run(args: argparse.Namespace) -> None:
         write(json.dumps(result, indent=2) + "\n")
         return
     bits = result["bits_per_byte"]
+    longest = min(args.seq_len, len(data) - 1)
     lines = [
         ("loss", f"{result['loss']:.4f}"),
         ("perplexity", f"{result['perplexity']:.3f}"),
         ("bits per byte", "unknown (the model has no tokenizer)" if bits is None else f"{bits:.4f}"),
         ("top-1", f"{100 * result['top1']:.2f} %"),
         ("top-5", f"{100 * result['top5']:.2f} %"),
-        ("tokens", f"{result['tokens']:,} in {result['windows']:,} windows of {min(args.seq_len, len(data) - 1):,}"),
+        ("tokens", f"{result['tokens']:,} in {result['windows']:,} windows of {longest:,}"),
         ("tokens/s", f"{result['tokens_per_second']:,.0f}"),
     ]
     for name, value in lines:
