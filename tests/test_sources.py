@@ -6,6 +6,7 @@ import errno
 import os
 import struct
 import sys
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -105,11 +106,16 @@ def test_json_that_python_cannot_take_is_refused_with_file_and_line(tmp_path, li
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
-def test_a_huge_hole_of_a_file_is_refused_at_its_first_byte(tmp_path, name):
+def test_a_huge_hole_of_a_file_is_refused_at_its_first_byte_and_not_read(tmp_path, name):
     with open(tmp_path / name, "wb") as file:
-        file.truncate(100 << 30)
-    with pytest.raises(ValueError, match=rf"{name} is binary, .*a zero byte at offset 0"):
-        load_data(tmp_path / name, BYTES)
+        file.truncate(64 << 20)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=rf"{name} is binary, .*a zero byte at offset 0"):
+            load_data(tmp_path / name, BYTES)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
