@@ -30,8 +30,8 @@ from mamba_fast.model import MambaLM
 from mamba_fast.optim import AdamW, OptimizerStats, schedule
 from mamba_fast.plot import can_plot, plot_losses
 from mamba_fast.run_lock import locked
-from mamba_fast.tokenizer import Tokenizer
-from mamba_fast.training_data import TrainingData, given_tokenizer, training_data
+from mamba_fast.tokenizer import Tokenizer, as_tokenizer
+from mamba_fast.training_data import TrainingData, training_data
 from mamba_fast.training_state import (
     NotFiniteError,
     TrainerState,
@@ -156,7 +156,7 @@ def train(
     config = TrainConfig() if config is None else config
     if not isinstance(config, TrainConfig):
         raise TypeError(f"config must be a TrainConfig, got {type(config).__name__}")
-    tokenizer = given_tokenizer(tokenizer)
+    tokenizer = as_tokenizer(tokenizer)
     folder = None if out is None else given_path(out, "out")
     checkpoint = None if resume is None or resume is False else find_checkpoint(resume, folder)
     if checkpoint is not None and folder is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -10,9 +9,9 @@ import numpy as np
 
 from mamba_fast.config import TrainConfig
 from mamba_fast.data import IGNORED, TokenData, TokenizerNeededError, Windows, evenly, load_data
-from mamba_fast.tokenizer import ByteTokenizer, Tokenizer, check_vocabulary, load_tokenizer
+from mamba_fast.tokenizer import ByteTokenizer, Tokenizer, check_vocabulary
 
-__all__ = ["TrainingData", "given_tokenizer", "training_data"]
+__all__ = ["TrainingData", "training_data"]
 
 # Ids are looked at before the first step in data of up to so many tokens (a third of a second); in more,
 # which is most likely a mapped file, as they are read.
@@ -29,18 +28,6 @@ class TrainingData(NamedTuple):
     validated: list[int]
     """the windows of one validation"""
     tokenizer: Tokenizer | None
-
-
-def given_tokenizer(tokenizer: Any) -> Tokenizer | None:
-    """The tokenizer that was given, as an object or as what `load_tokenizer` takes."""
-    if isinstance(tokenizer, str | os.PathLike):
-        return load_tokenizer(tokenizer)
-    if tokenizer is None or isinstance(tokenizer, Tokenizer):
-        return tokenizer
-    raise TypeError(
-        f"tokenizer must be a Tokenizer, 'bytes' or the path of a tokenizer.json, "
-        f"got {type(tokenizer).__name__}"
-    )
 
 
 def training_data(

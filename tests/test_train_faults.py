@@ -476,7 +476,7 @@ def test_a_tokenizer_may_be_named(tmp_path):
 
 @pytest.mark.parametrize("tokenizer", [5, object, ["bytes"]])
 def test_what_is_no_tokenizer_is_refused(tokenizer):
-    with pytest.raises(TypeError, match="tokenizer must be a Tokenizer, 'bytes' or the path of"):
+    with pytest.raises(TypeError, match="tokenizer must be a Tokenizer, 'bytes' or a path"):
         run(tokenizer=tokenizer)
 
 

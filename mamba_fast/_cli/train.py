@@ -20,7 +20,7 @@ from mamba_fast._cli.options import (
     path,
     write,
 )
-from mamba_fast.config import MambaConfig, TrainConfig, parse_json, shown
+from mamba_fast.config import MambaConfig, TrainConfig, shown
 
 if TYPE_CHECKING:
     from mamba_fast.backend import Backend
@@ -189,7 +189,7 @@ def run(args: argparse.Namespace) -> None:
 def _plan(args: argparse.Namespace, out: Path) -> tuple[Path | None, TrainConfig]:
     """Where weights and tokenizer come from, if from somewhere, and how to train; all that can be
     checked before data is read."""
-    from mamba_fast.training_state import TRAINER_FILE, check_fresh, find_checkpoint
+    from mamba_fast.training_state import check_fresh, find_checkpoint, run_config
 
     given = given_fields(args, TrainConfig)
     shape = given_fields(args, MambaConfig)
@@ -197,12 +197,7 @@ def _plan(args: argparse.Namespace, out: Path) -> tuple[Path | None, TrainConfig
         if args.init_from is not None:
             raise UsageError("--resume goes on with the run in --out; it does not go with --init-from")
         checkpoint = find_checkpoint(True, out)
-        try:
-            started_with = dict(parse_json((checkpoint / TRAINER_FILE).read_bytes())["config"])
-        except (ValueError, KeyError, TypeError):
-            raise UsageError(f"{checkpoint / TRAINER_FILE} is damaged: delete this checkpoint to go on "
-                             "from the one before") from None  # fmt: skip
-        return checkpoint, TrainConfig.from_dict({**started_with, **given})
+        return checkpoint, run_config(checkpoint).replace(**given)
     check_fresh(out, 0)
     config = TrainConfig(**given)
     if args.init_from is None:
