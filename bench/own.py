@@ -51,7 +51,7 @@ def scan(backend: Backend, arrays: dict[str, np.ndarray], discretization: str) -
 
 
 def scan_bytes(batch: int, length: int, width: int) -> int:
-    """The least memory traffic of `scan`: what each pass reads and writes once, (batch, length, width) arrays.
+    """The least memory traffic of `scan`: what each pass reads and writes once.
 
     Forward reads u, delta, z and writes y; backward reads these and dy and writes three gradients.
     """

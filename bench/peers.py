@@ -1,8 +1,8 @@
 """What people run today for the same computation: other projects' scans and models, and two plain loops.
 
 Every scan here takes the same arrays (`scan_arrays`) and computes what `mamba_fast.functional.selective_scan`
-does with `discretization="euler"`, the only one that the other projects have; `test_peers.py` and `check_scan`
-hold them to it. A peer whose package is not installed raises `MissingPeerError` with the reason.
+does with `discretization="euler"`, the only one that the others have; `test_peers.py` and `check_scan` hold
+them to it. A peer whose package is not installed raises `MissingPeerError` with the reason.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ SCANS = ("mambapy", "transformers, mambapy", "torch loop", "numpy loop", "transf
 
 
 def scan(name: str, arrays: Arrays, threads: int) -> ForwardBackward:
-    """One forward and backward pass of a peer's scan on `scan_arrays`. MissingPeerError where it is absent."""
+    """One forward and backward pass of a peer's scan. MissingPeerError where the peer is absent."""
     if name == "numpy loop":
         return lambda: numpy_loop(arrays)
     forward = torch_scan(name, threads)
@@ -265,9 +265,9 @@ def _own_name(name: str) -> str:
     if parts[1] != "layers":
         return {"embeddings": "embedding", "norm_f": "final_norm"}[parts[1]]
     own = {
-        "in_proj.weight": "wInProj", "conv1d.weight": "wConv", "conv1d.bias": "bConv", "x_proj.weight": "wXProj",
-        "dt_proj.weight": "wDtProj", "dt_proj.bias": "bDtProj", "A_log": "A_log", "D": "D_vec",
-        "out_proj.weight": "wOutProj", "weight": "normWeight",
+        "in_proj.weight": "wInProj", "conv1d.weight": "wConv", "conv1d.bias": "bConv",
+        "x_proj.weight": "wXProj", "dt_proj.weight": "wDtProj", "dt_proj.bias": "bDtProj",
+        "A_log": "A_log", "D": "D_vec", "out_proj.weight": "wOutProj", "weight": "normWeight",
     }  # fmt: skip
     return f"layer{parts[2]}.{own['.'.join(parts[4:])]}"
 

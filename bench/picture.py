@@ -11,8 +11,8 @@ from rows import STATES, Bench
 
 __all__ = ["draw", "time_against_length"]
 
-# From this many seconds on a candidate is left out at longer lengths: the trend is clear by then.
-TOO_LONG = 3.0
+# From this many seconds on a peer is left out at longer lengths: the trend is clear by then.
+TOO_LONG = 1.0
 
 
 def time_against_length(bench: Bench) -> dict[str, dict[int, float]]:
@@ -24,10 +24,8 @@ def time_against_length(bench: Bench) -> dict[str, dict[int, float]]:
     for length in lengths:
         arrays = peers.scan_arrays(1, length, width, STATES)
         candidates = {f"mamba-fast, {d}": own.scan(bench.backend, arrays, d) for d in ("euler", "zoh")}
-        # The next length takes up to four times as long where time is quadratic.
-        quick_enough = [n for n in names if found.get(n, {}).get(length // 2, 0.0) < TOO_LONG / 2]
-        candidates |= {name: peers.scan(name, arrays, bench.threads) for name in quick_enough}
-        names = quick_enough
+        names = [name for name in names if found.get(name, {}).get(length // 2, 0.0) < TOO_LONG]
+        candidates |= {name: peers.scan(name, arrays, bench.threads) for name in names}
         times = interleave(candidates, budget=0.0, min_rounds=bench.sizes.rounds)
         for name, timing in times.items():
             found.setdefault(name, {})[length] = timing.median
@@ -47,7 +45,8 @@ def draw(found: dict[str, dict[int, float]], path: Path, caption: str) -> None:
         ours = name.startswith("mamba-fast")
         axes.loglog(
             list(by_length), [1e3 * s for s in by_length.values()],
-            marker="o", markersize=4, linewidth=2.5 if ours else 1.2, linestyle="-" if ours else "--", label=name,
+            marker="o", markersize=4, linewidth=2.5 if ours else 1.2, linestyle="-" if ours else "--",
+            label=name,
         )  # fmt: skip
     lengths = sorted({length for by_length in found.values() for length in by_length})
     axes.set_xticks(lengths, [str(length) for length in lengths])

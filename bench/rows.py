@@ -171,7 +171,7 @@ def scan_rows(bench: Bench) -> list[Row]:
 
 
 def slow_scan_rows(bench: Bench) -> list[Row]:
-    """Peers that take minutes at the sizes above: transformers' default path, and torch.compile on request."""
+    """Peers that are too slow for the sizes above: transformers' default; torch.compile on request."""
     shape = bench.sizes.slow_scan
     arrays = peers.scan_arrays(*shape, STATES)
     compiled = Row(
@@ -206,7 +206,7 @@ def slow_scan_rows(bench: Bench) -> list[Row]:
 
 
 def floor_rows(bench: Bench) -> list[Row]:
-    """The scan on one thread against the arithmetic it cannot do without, at the rate sgemm shows in the same turns."""
+    """The scan on one thread against the arithmetic it needs, at the rate that sgemm reaches beside it."""
     row = Row(
         "scan-floor",
         "scan forward + backward, one thread",
@@ -238,7 +238,7 @@ def floor_rows(bench: Bench) -> list[Row]:
 
 
 def odd_size_rows(bench: Bench) -> list[Row]:
-    """Time per state element at other N and D. Each candidate is in turns with the one it is compared with."""
+    """Time per state element at other N and D, each in turns with the usual size."""
     row = Row(
         "odd", "any N in 8..256, D not a multiple of the tile", "time per state element at N = 16, D = 1536",
         1.5, 1.1, False, "{:.2f}×",
@@ -338,7 +338,7 @@ def model_rows(bench: Bench) -> list[Row]:
 
     other.missing = memory.missing = bench.peer("transformers, mambapy")
     if not other.missing:
-        # transformers' weights are its own here: time does not depend on them, and test_peers.py compares losses.
+        # Its weights are its own: time does not depend on them, and test_peers.py compares losses.
         model = peers.transformers_model(config, None, bench.threads)
         both = candidates | {"transformers": peers.transformers_step(model, ids)}
         t = bench.timed(f"{what} beside transformers", both, tokens=length)
@@ -371,7 +371,7 @@ def _measure_memory(bench: Bench, row: Row) -> None:
 
 
 def small_model_rows(bench: Bench) -> list[Row]:
-    """Training steps of a small model against the same model in torch with the fastest of the peers' scans."""
+    """Training steps of a small model against the same in torch with the fastest of the peers' scans."""
     config, (batch, length) = bench.sizes.small, bench.sizes.small_batch
     row = Row("small", f"training step, {_size(config, batch, length)}: tokens/s", "", 10, 30, True)
     arrays = peers.scan_arrays(batch, length, config.d_inner, STATES)
@@ -428,8 +428,12 @@ def overhead_rows(bench: Bench) -> list[Row]:
             f"{clock.calls} calls of kernels"
         )
         bench.absolute.append(
-            {"what": f"tiny step, {name}", "medians": {"step": t["step"].median, "kernels": kernels}, "calls": clock.calls}
-        )  # fmt: skip
+            {
+                "what": f"tiny step, {name}",
+                "medians": {"step": t["step"].median, "kernels": kernels},
+                "calls": clock.calls,
+            }
+        )
     row.cells.append(Cell("", found["euler"], found["zoh"]))
     return [row]
 

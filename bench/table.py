@@ -2,7 +2,7 @@
 
     make bench                                       # all of it, into build/bench/
     make bench ARGS="--only scan linear"             # some groups of rows
-    make bench-compare                               # and fail where a ratio is a fifth worse than the baseline's
+    make bench-compare                               # fail where a ratio is a fifth worse than the baseline's
     python bench/table.py --help
 
 Writes table.md (ready for the docs), results.json and time-against-length.svg.
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import own
 from harness import Row, regressions
-from rows import GROUPS, Bench, Sizes, label, measure
+from rows import GROUPS, Bench, Sizes, measure
 
 BASELINES = Path(__file__).with_name("baselines")
 
@@ -48,7 +48,7 @@ def main_table(rows: Sequence[Row]) -> str:
             verdict = row.verdict if targets[0] else ""
             measured = [row.form.format(worst.ratio) + several, zoh, verdict]
         lines.append("| " + " | ".join([row.what, row.against, *targets, *measured]) + " |")
-    return "\n".join(lines + [""] + notes).rstrip() + "\n"
+    return "\n".join([*lines, "", *notes]).rstrip() + "\n"
 
 
 def cells_table(rows: Sequence[Row]) -> str:
@@ -79,7 +79,8 @@ def rates_table(bench: Bench) -> str:
             cells = [
                 f"{one['what'].removeprefix('scan ')} {name}", f"{seconds * 1e3:.3g}",
                 f"{one['state_updates'] / seconds / 1e9:.2f}",
-                "" if traffic is None else f"{traffic:.1f}", "" if traffic is None else f"{traffic / copy:.0%}",
+                "" if traffic is None else f"{traffic:.1f}",
+                "" if traffic is None else f"{traffic / copy:.0%}",
             ]  # fmt: skip
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
@@ -95,9 +96,8 @@ def milliseconds_table(bench: Bench) -> str:
             )
             lines.append(f"| {one['what']} | {one['rounds']} | {cells} |")
         elif "bytes" in one and "libraries" in one:
-            lines.append(
-                f"| {one['what']} | 1 | {one['bytes'] / 1e9:.2f} GB, {one['libraries'] / 1e9:.2f} before the model |"
-            )
+            top, before = one["bytes"] / 1e9, one["libraries"] / 1e9
+            lines.append(f"| {one['what']} | 1 | {top:.2f} GB, {before:.2f} before the model |")
     return "\n".join(lines) + "\n"
 
 
@@ -230,9 +230,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (options.out / "results.json").write_text(
         json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
     )
-    print(
-        f"\n{main_table(rows)}\n{time.perf_counter() - start:.0f} s; table.md and results.json are in {options.out}/"
-    )
+    seconds = time.perf_counter() - start
+    print(f"\n{main_table(rows)}\n{seconds:.0f} s; table.md and results.json are in {options.out}/")
     if options.save_baseline:
         path = BASELINES / f"{where['name']}.json"
         kept = baseline_of(found)

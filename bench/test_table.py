@@ -1,4 +1,4 @@
-"""Every row of the table runs, at sizes that measure nothing, and the table says what was and was not measured."""
+"""Every row of the table runs, at sizes that measure nothing; the table says what was not measured."""
 
 from __future__ import annotations
 
