@@ -212,8 +212,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     bench = Bench(sizes, backend, with_compile=options.with_compile, say=lambda line: print(line, flush=True))
     bench.limits = own.limits(backend.threads, quick=sizes.quick)
-    rows = measure(bench, options.only)
     options.out.mkdir(parents=True, exist_ok=True)
+    command = " ".join(["make bench"] + ([f'ARGS="{" ".join(arguments)}"'] if arguments else []))
+
+    def write(rows: Sequence[Row], picture: str = "") -> dict:
+        found = results(bench, rows, where)
+        text = json.dumps(found, indent=1, ensure_ascii=False) + "\n"
+        (options.out / "results.json").write_text(text, encoding="utf-8")
+        text = markdown(bench, rows, where, command, picture)
+        (options.out / "table.md").write_text(text, encoding="utf-8")
+        return found
+
+    rows = measure(bench, options.only, after=write)  # so that a run that is stopped leaves what it has
     picture = ""
     if not options.no_picture and not options.only:
         from picture import draw, time_against_length
@@ -222,14 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         picture = "time-against-length.svg"
         caption = f"Selective scan, B 1, D {24 if sizes.quick else 512}, N 16, {backend.threads} threads"
         draw(time_against_length(bench), options.out / picture, caption)
-
-    found = results(bench, rows, where)
-    command = " ".join(["make bench"] + ([f'ARGS="{" ".join(arguments)}"'] if arguments else []))
-    text = markdown(bench, rows, where, command, picture)
-    (options.out / "table.md").write_text(text, encoding="utf-8")
-    (options.out / "results.json").write_text(
-        json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-    )
+    found = write(rows, picture)
     seconds = time.perf_counter() - start
     print(f"\n{main_table(rows)}\n{seconds:.0f} s; table.md and results.json are in {options.out}/")
     if options.save_baseline:
