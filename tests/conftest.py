@@ -6,8 +6,15 @@ from pathlib import Path
 
 import pytest
 from cli_support import SMALL, TEXT
+from hypothesis import HealthCheck, settings
 
 from mamba_fast.cli import main
+
+# The same examples every time, and no verdict on how long one takes: machines that run tests are busy.
+settings.register_profile(
+    "project", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("project")
 
 
 @pytest.fixture

@@ -52,7 +52,8 @@ def test_products_are_right_in_every_orientation(multiply, shape, trans_a, trans
     for alpha, beta in ((1.0, 0.0), (1.0, 1.0), (-0.5, 0.0), (2.0, 1.0)):
         out = c.copy()
         multiply(a, trans_a, b, trans_b, out, alpha, beta)
-        assert relative_l2(out, alpha * (left @ right) + beta * c) < 1e-6
+        # Sums of k terms in float32: their errors grow with the root of k, by how much is the library's.
+        assert relative_l2(out, alpha * (left @ right) + beta * c) < 6e-8 * (10 + shape[2] ** 0.5)
 
 
 def widened(array):

@@ -1,11 +1,13 @@
-"""Checks what an sdist and a wheel contain. Usage: python tools/check_dist.py dist/
+"""Checks what an sdist and wheels contain. Usage: python tools/check_dist.py dist/
 
-Run by .ci/run on the sdist and on the wheel that was built from it. Exits with one line for each fault.
+Run by .ci/run and `make wheels` on the sdist and on the wheel that was built from it, and by the workflow
+that builds all wheels on what it would upload. Exits with one line for each fault.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import re
 import sys
 import tarfile
 import zipfile
@@ -65,20 +67,22 @@ def check_wheel(path: Path) -> list[str]:
     size = path.stat().st_size
     if size > MAX_WHEEL_BYTES:
         found.append(f"is {size:,} bytes large, more than {MAX_WHEEL_BYTES:,}")
-    if "-cp311-abi3-" not in path.name:
-        found.append("is not tagged cp311-abi3")
+    # The stable ABI, or a free-threaded CPython, which has none before 3.15.
+    if not re.search(r"-cp311-abi3-|-(cp3\d+)-\1t-", path.name):
+        found.append("is tagged neither cp311-abi3 nor for a free-threaded CPython")
     return found
 
 
 def main(folder: str) -> None:
     sdists, wheels = sorted(Path(folder).glob("*.tar.gz")), sorted(Path(folder).glob("*.whl"))
-    if len(sdists) != 1 or len(wheels) != 1:
-        sys.exit(f"expected one sdist and one wheel in {folder}, found {len(sdists)} and {len(wheels)}")
+    if len(sdists) != 1 or not wheels:
+        sys.exit(f"expected one sdist and wheels in {folder}, found {len(sdists)} and {len(wheels)}")
     found = [f"{sdists[0].name} {fault}" for fault in check_sdist(sdists[0])]
-    found += [f"{wheels[0].name} {fault}" for fault in check_wheel(wheels[0])]
+    for wheel in wheels:
+        found += [f"{wheel.name} {fault}" for fault in check_wheel(wheel)]
     if found:
         sys.exit("\n".join(found))
-    print(f"{sdists[0].name} and {wheels[0].name}: contents as they should be")
+    print(f"{' and '.join(path.name for path in (*sdists, *wheels))}: contents as they should be")
 
 
 if __name__ == "__main__":
