@@ -7,7 +7,8 @@ is in the file valid WGSL by itself:
 * `override NAME: T = value;` becomes a constant, of the value given in `constants` where there is one, so
   that loops unroll and arrays in workgroup memory can be sized by it;
 * lines between `//#if NAME` (or `//#if !NAME`), `//#else` and `//#endif` are kept or left out, by whether the
-  constant of that name is given and true.
+  constant of that name is given and true;
+* a line `//#include FILE` becomes the text of `shaders/FILE.wgsl`.
 
 Storage buffers are `@group(0)`; an entry point's bindings are those that it uses, in ascending order.
 Parameters are `@group(1) @binding(0) var<uniform>`, a struct of 32-bit scalars of up to 256 bytes.
@@ -39,6 +40,9 @@ def read_shader(name: str) -> str:
     return resources.files(__package__).joinpath("shaders", f"{name}.wgsl").read_text("utf-8")
 
 
+_INCLUDE = re.compile(r"^//#include (\w+)$", re.MULTILINE)
+
+
 def _choose_lines(code: str, constants: Constants) -> str:
     kept, stack = [], []
     for line in code.splitlines():
@@ -65,7 +69,8 @@ def _literal(kind: str, value: int | float | bool) -> str:
 
 def assemble(name: str, constants: Constants) -> str:
     """The WGSL of a file with the common helpers before it and its constants in place."""
-    code = _choose_lines(read_shader("common") + "\n" + read_shader(name), constants)
+    text = _INCLUDE.sub(lambda match: read_shader(match.group(1)), read_shader(name))
+    code = _choose_lines(read_shader("common") + "\n" + text, constants)
 
     def fix(match: re.Match[str]) -> str:
         known, kind, default = match.groups()
