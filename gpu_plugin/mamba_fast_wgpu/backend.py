@@ -1,0 +1,37 @@
+"""The backend itself: the families of ops put together, and how it presents itself."""
+
+from __future__ import annotations
+
+from mamba_fast_wgpu.core import Engine
+from mamba_fast_wgpu.ops_conv import ConvOps
+from mamba_fast_wgpu.ops_matrix import MatrixOps
+from mamba_fast_wgpu.ops_memory import MemoryOps
+from mamba_fast_wgpu.ops_scan import ScanOps
+from mamba_fast_wgpu.ops_training import TrainingOps
+
+__all__ = ["WgpuBackend"]
+
+
+class WgpuBackend(MemoryOps, MatrixOps, ConvOps, ScanOps, TrainingOps):
+    """The ops are described in `mamba_fast.backend`; tensors are `WgpuTensor`s.
+
+    Instances made with the same options share a device and its memory, so their tensors may be mixed.
+    """
+
+    name = "wgpu"
+    api_version = (0, 1)
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.preferred_to_cpu = not engine.device.adapter.software
+
+    @property
+    def live_tensors_bytes(self) -> int:
+        """Bytes of the buffers that tensors hold at present."""
+        return self.engine.pool.live_bytes
+
+    def describe(self) -> str:
+        device = self.device
+        lanes = f"subgroups of {device.subgroup_size}" if device.subgroup_size else "no subgroup operations"
+        slow = "; a software adapter: slow, use the cython backend" if device.adapter.software else ""
+        return f"wgpu: {device.adapter.summary}, {lanes}{slow}"
