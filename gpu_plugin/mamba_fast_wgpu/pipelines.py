@@ -30,7 +30,9 @@ Constants = Mapping[str, int | float | bool]
 
 _STORAGE = re.compile(r"@group\(0\)\s*@binding\((\d+)\)\s*var<storage,\s*(read_write|read)>\s*(\w+)\s*:")
 _FUNCTION = re.compile(r"\bfn\s+(\w+)\s*\(")
-_WORD = re.compile(r"\b[A-Za-z_]\w*\b")
+_WORD = re.compile(r"(?<![.\w])[A-Za-z_]\w*")
+_PARAMETER = re.compile(r"(\w+)\s*:")
+_LOCAL = re.compile(r"\b(?:let|var|const)\s+(\w+)")
 _OVERRIDE = re.compile(r"^override\s+(\w+)\s*:\s*(\w+)\s*=\s*([^;]+);", re.MULTILINE)
 _COMMENT = re.compile(r"//[^\n]*")
 
@@ -81,12 +83,18 @@ def assemble(name: str, constants: Constants) -> str:
 
 
 def _functions(code: str) -> dict[str, set[str]]:
-    """The words in the text of each function."""
-    starts = [(match.group(1), match.start()) for match in _FUNCTION.finditer(code)]
-    ends = [start for _, start in starts[1:]] + [len(code)]
-    return {
-        name: set(_WORD.findall(code[start:end])) for (name, start), end in zip(starts, ends, strict=True)
-    }
+    """The names that each function takes from outside: not members, not its own parameters and variables."""
+    found = {}
+    for match in _FUNCTION.finditer(code):
+        start = at = code.index("{", match.end())
+        depth = 1
+        while depth:
+            at += 1
+            depth += {"{": 1, "}": -1}.get(code[at], 0)
+        head, body = code[match.end() : start], code[start:at]
+        own = set(_PARAMETER.findall(head)) | set(_LOCAL.findall(body))
+        found[match.group(1)] = set(_WORD.findall(body)) - own
+    return found
 
 
 def bindings_of(code: str, entry: str) -> list[tuple[int, str, str]]:
@@ -166,8 +174,8 @@ def _renumber(code: str, used: list[tuple[int, str, str]], shared: bool) -> str:
 
     def declare(match: re.Match[str]) -> str:
         number, access, variable = match.groups()
-        if variable not in places:
-            return match.group(0)
+        if variable not in places:  # out of the way: other entry points of the file use it
+            return f"@group(0) @binding({100 + int(number)}) var<storage, {access}> {variable}:"
         access = "read_write" if shared else access
         return f"@group(0) @binding({places[variable]}) var<storage, {access}> {variable}:"
 

@@ -30,13 +30,13 @@ struct Params {
 @group(1) @binding(0) var<uniform> params: Params;
 @group(0) @binding(0) var<storage, read> b_in: array<f32>;
 @group(0) @binding(1) var<storage, read> c_in: array<f32>;
-@group(0) @binding(2) var<storage, read> seq_start: array<i32>;
-@group(0) @binding(3) var<storage, read> lengths: array<i32>;
+@group(0) @binding(2) var<storage, read> starts_in: array<i32>;
+@group(0) @binding(3) var<storage, read> lengths_in: array<i32>;
 @group(0) @binding(4) var<storage, read_write> packed: array<vec4<f32>>;
 
 fn length_of(batch: u32) -> u32 {
     if HAS_LENGTHS {
-        let whole = u32(lengths[params.lengths.x + batch]);
+        let whole = u32(lengths_in[params.lengths.x + batch]);
         return min(max(whole, params.first_step) - params.first_step, params.length);
     }
     return params.length;
@@ -91,7 +91,7 @@ fn pack_flags(
         if t >= length_of(batch) {
             flags[k] = 2.0;
         } else if HAS_SEQ_START {
-            let start = seq_start[params.seq_start.x + batch * params.seq_start.y + params.first_step + t];
+            let start = starts_in[params.seq_start.x + batch * params.seq_start.y + params.first_step + t];
             flags[k] = select(0.0, 1.0, start != 0);
         }
     }

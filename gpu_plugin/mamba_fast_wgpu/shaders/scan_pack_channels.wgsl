@@ -13,6 +13,8 @@ struct Params {
     width: u32,
     states: u32,
     slots: u32,          // kept states a batch row
+    slot: u32,           // the one that is written
+    unused: u32,
     a: vec2<u32>,        // views: offset and row stride, in elements
     d: vec2<u32>,
     delta_bias: vec2<u32>,
@@ -61,7 +63,8 @@ fn pack_channels(
     packed[i] = v;
 }
 
-// One invocation for four states of one channel of one batch row: slot 0 of its kept states.
+// One invocation for four states of one channel of one batch row: a slot of its kept states (or, in the
+// backward pass, of its gradients).
 @compute @workgroup_size(64)
 fn pack_initial(
     @builtin(workgroup_id) group: vec3<u32>,
@@ -84,5 +87,5 @@ fn pack_initial(
             }
         }
     }
-    kept[((batch * params.slots) * params.width + row % params.width) * NJ + j] = v;
+    kept[((batch * params.slots + params.slot) * params.width + row % params.width) * NJ + j] = v;
 }
