@@ -190,16 +190,19 @@ class Encoder:
         if self._encoder is None:
             return
         self.device.check_process()
-        with translated("submitting work"):
-            self._end_pass()
-            commands = self._encoder.finish()
-            queue = self.device.handle.queue
-            if self._slots:
-                queue.write_buffer(self._ring, 0, self._parameters, 0, self._slots * SLOT_BYTES)
-            queue.submit([commands])
-        self._encoder = None
+        encoder, work, slots = self._encoder, self._pass, self._slots
+        # Whatever happens, the next op starts afresh.
+        self._encoder = self._pass = None
         self._slots = 0
         self.submission += 1
+        with translated("submitting work"):
+            if work is not None:
+                work.end()
+            commands = encoder.finish()
+            queue = self.device.handle.queue
+            if slots:
+                queue.write_buffer(self._ring, 0, self._parameters, 0, slots * SLOT_BYTES)
+            queue.submit([commands])
 
     def synchronize(self) -> None:
         """Submit what is recorded and wait until it is done."""

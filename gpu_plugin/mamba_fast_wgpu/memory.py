@@ -48,7 +48,10 @@ class Pool:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._free: dict[int, list[tuple[Any, int, int]]] = {}
+        # Every buffer is held here too: one that is found in a cycle of garbage together with its block would
+        # be destroyed by the collector while it returns.
+        self._buffers: dict[int, Any] = {}
+        self._free: dict[int, list[tuple[int, int]]] = {}
         self._serial = 0
         self.dropped: list[int] = []
         """Serials of buffers that were destroyed, for the cache of bind groups."""
@@ -63,12 +66,13 @@ class Pool:
         size = size_class(size, self._device.limits.binding_bytes)
         free = self._free.get(size)
         if free:
-            buffer, serial, used = free.pop()
+            serial, used = free.pop()
             self.pooled_bytes -= size
         else:
-            buffer, serial, used = self._make(size), self._serial, -1
+            serial, used = self._serial, -1
+            self._buffers[serial] = self._make(size)
             self._serial += 1
-        block = Block(self, buffer, size, serial)
+        block = Block(self, self._buffers[serial], size, serial)
         block.used = used
         self.live_blocks += 1
         self.live_bytes += size
@@ -87,7 +91,7 @@ class Pool:
         self.live_blocks -= 1
         self.live_bytes -= block.size
         self.pooled_bytes += block.size
-        self._free.setdefault(block.size, []).append((block.buffer, block.serial, block.used))
+        self._free.setdefault(block.size, []).append((block.serial, block.used))
 
     def trim(self) -> None:
         """Give the memory of all waiting buffers back to the device.
@@ -95,6 +99,8 @@ class Pool:
         wgpu keeps a buffer alive until the commands that use it are done, so nothing has to wait here.
         """
         for buffers in self._free.values():
-            self.dropped.extend(serial for _, serial, _ in buffers)
+            for serial, _ in buffers:
+                del self._buffers[serial]
+                self.dropped.append(serial)
         self._free.clear()
         self.pooled_bytes = 0

@@ -37,12 +37,12 @@ fn main(
 ) {
     let row = group_index(group, groups);
     if (row >= p.rows) { return; }
-    let from = p.logits_offset + row * p.logits_stride;
+    let base = p.logits_offset + row * p.logits_stride;
     let label = targets[p.targets_offset + row];
     if (label == p.ignore) {
         if (thread == 0u) { losses[p.losses_offset + row] = 0.0; }
         if (GRAD) {
-            for (var i = thread; i < p.width; i += WG) { logits[from + i] = 0.0; }
+            for (var i = thread; i < p.width; i += WG) { logits[base + i] = 0.0; }
         }
         return;
     }
@@ -50,7 +50,7 @@ fn main(
     var sum = 0.0;
     var mark = 0u;
     for (var i = thread; i < p.width; i += WG) {
-        let value = logits[from + i];
+        let value = logits[base + i];
         // NaN and +inf; -inf is a logit that counts for nothing
         if (!is_finite(value) && bits_of(value) != 0xff800000u) { mark = 1u; }
         if (value > peak) {
@@ -81,7 +81,7 @@ fn main(
     if (thread == 0u) {
         // log(1 + rest) where the rest is small
         let log_sum = select(log(all), log1p_unit(clamp(all - 1.0, 0.0, 1.0)), all <= 2.0);
-        let loss = log_sum + (top - logits[from + u32(label)]);
+        let loss = log_sum + (top - logits[base + u32(label)]);
         losses[p.losses_offset + row] = select(loss, quiet_nan(), bad);
     }
     if (GRAD) {
@@ -89,9 +89,9 @@ fn main(
         storageBarrier();
         let factor = p.scale / all;
         for (var i = thread; i < p.width; i += WG) {
-            var value = exp_neg(logits[from + i] - top) * factor;
+            var value = exp_neg(logits[base + i] - top) * factor;
             if (i == u32(label)) { value -= p.scale; }
-            logits[from + i] = select(value, quiet_nan(), bad);
+            logits[base + i] = select(value, quiet_nan(), bad);
         }
     }
 }

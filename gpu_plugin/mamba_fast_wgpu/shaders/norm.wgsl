@@ -54,16 +54,16 @@ fn forward(
 ) {
     let row = group_index(group, groups);
     if (row >= p.rows) { return; }
-    let from = p.x_offset + row * p.x_stride;
+    let base = p.x_offset + row * p.x_stride;
     var total = 0.0;
     for (var i = thread; i < p.width; i += WG) {
-        let value = x[from + i];
+        let value = x[base + i];
         total = fma(value, value, total);
     }
     let inv = 1.0 / sqrt(tree(thread, total) / f32(p.width) + p.eps);
     if (SAVE && thread == 0u) { inv_out[row] = inv; }
     let to = p.y_offset + row * p.y_stride;
-    for (var i = thread; i < p.width; i += WG) { z[to + i] = x[from + i] * inv * weight_at(i); }
+    for (var i = thread; i < p.width; i += WG) { z[to + i] = x[base + i] * inv * weight_at(i); }
 }
 
 @compute @workgroup_size(WG)
