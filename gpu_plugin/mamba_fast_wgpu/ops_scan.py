@@ -26,6 +26,9 @@ STEPS = 8
 _LANES = 64
 """Invocations of a workgroup in the kernels that walk channels or elements."""
 
+_QUAD_CHANNELS = 32
+"""Channels of a workgroup in the kernels with four lanes a channel."""
+
 _FUSED_BINDINGS = 10
 """Storage buffers of the backward kernel that does the gate as well, and of the step kernel."""
 
@@ -66,10 +69,15 @@ class _Cut(NamedTuple):
     steps: int
 
 
-def plan(batch: int, length: int, width: int, states: int, *, largest: int, most_rows: int) -> list[_Cut]:
-    """Pieces whose scratch fits into buffers of `largest` bytes, in order of batch row, then of time."""
+def plan(
+    batch: int, length: int, width: int, states: int, *, channels: int, largest: int, most_rows: int
+) -> list[_Cut]:
+    """Pieces whose scratch fits into buffers of `largest` bytes, in order of batch row, then of time.
+
+    `channels` is how many a workgroup of the backward pass takes.
+    """
     groups = -(-states // 4)
-    blocks = -(-width // _LANES)
+    blocks = -(-width // channels)
     fixed = 16 * (2 * width * (groups + 1) + 64)
     # What a chunk takes: its kept state, or its packed rows, or its share of dB and dC.
     chunk = 16 * max(width * groups, STEPS * (2 * groups * blocks + 1))
@@ -150,8 +158,18 @@ class ScanOps(Core):
     def _plan(self, batch: int, length: int, width: int, states: int) -> list[_Cut]:
         limits = self.device.limits
         return plan(
-            batch, length, width, states, largest=limits.binding_bytes, most_rows=limits.workgroups
-        )
+            batch, length, width, states, channels=_QUAD_CHANNELS if self._span(states) else _LANES,
+            largest=limits.binding_bytes, most_rows=limits.workgroups,
+        )  # fmt: skip
+
+    def _span(self, states: int) -> int:
+        """How many lanes shuffles may reach in the kernels with four lanes a channel; 0: those without
+        subgroup operations have to do."""
+        size = self.device.subgroup_size
+        if size < 8 or not 12 < states <= 16 or self.device.limits.invocations < 128:
+            return 0
+        # Intel's compiler chooses a width for each kernel; none is below 8.
+        return 8 if "intel" in self.device.adapter.name.lower() else min(size, 32)
 
     def _forward_piece(
         self, s: ScanSaved, cut: _Cut, initial: Any, y: WgpuTensor, final_state: WgpuTensor, grad: bool
@@ -201,17 +219,18 @@ class ScanOps(Core):
                 "scan_pack:pack_flags", [s.seq_start, s.lengths, packed], pack_rows,
                 self._groups(cut.rows * quads), constants,
             )  # fmt: skip
+        span = self._span(states)
         self.dispatch(
-            "scan_forward",
+            "scan_forward_quad" if span else "scan_forward",
             [s.u, s.delta, s.z, packed, kept, y, final_state],
             [
                 cut.rows, cut.steps, length, width, states, slots, 1, chunks, rows_at, flags_at,
                 *_place(s.u, row), *_place(s.delta, row), *_place(s.z, row), *_place(y, row),
                 *_place(final_state, cut.first_row * width),
             ],
-            (-(-width // _LANES), cut.rows, 1),
+            (-(-width // (_QUAD_CHANNELS if span else _LANES)), cut.rows, 1),
             {
-                "NJ": groups, "T": STEPS, "ZOH": s.zoh, "SOFTPLUS": s.softplus, "GATED": s.z is not None,
+                **({} if span else {"NJ": groups, "T": STEPS}), "ZOH": s.zoh, "SOFTPLUS": s.softplus, "GATED": s.z is not None,
                 "MASKED": masked, "KEEP": grad,
             },
         )  # fmt: skip
@@ -302,7 +321,8 @@ class ScanOps(Core):
         masked = s.seq_start is not None or s.lengths is not None
         rows_at = width * (groups + 1)
         flags_at = rows_at + piece.rows * piece.steps * 2 * groups
-        blocks = -(-width // _LANES)
+        span = self._span(states)
+        blocks = -(-width // (_QUAD_CHANNELS if span else _LANES))
         segments = 1
         places = piece.rows * segments * width
         d_a_at = places * groups
@@ -324,7 +344,8 @@ class ScanOps(Core):
                 "scan_gate:gate_gradient", [s.z, dy, grads.du], gate_params, elements, flags
             )
         constants = {
-            "NJ": groups, "T": STEPS, "ZOH": s.zoh, "SOFTPLUS": s.softplus, "MASKED": masked,
+            **({"SPAN": span} if span else {"NJ": groups, "T": STEPS}),
+            "ZOH": s.zoh, "SOFTPLUS": s.softplus, "MASKED": masked,
             "READ_DY": fused or not gated, "READ_Z": fused and gated, "WRITE_DZ": gated,
         }  # fmt: skip
         bindings = [s.u, s.delta]
@@ -333,7 +354,7 @@ class ScanOps(Core):
         bindings += [piece.packed, piece.kept, grads.du, grads.ddelta]
         bindings += [grads.dz] if gated else []
         self.dispatch(
-            "scan_backward",
+            "scan_backward_quad" if span else "scan_backward",
             [*bindings, scratch],
             [
                 piece.rows, piece.steps, length, width, piece.chunks, segments, piece.chunks, rows_at,
