@@ -19,7 +19,7 @@ class WgpuBackend(MemoryOps, MatrixOps, ConvOps, ScanOps, TrainingOps):
     """
 
     name = "wgpu"
-    api_version = (0, 1)
+    api_version = (1, 0)
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mamba_fast.backend import Backend, Tensor
@@ -11,7 +11,7 @@ from mamba_fast_wgpu.device import Device, open_device
 from mamba_fast_wgpu.encoder import Encoder
 from mamba_fast_wgpu.memory import Pool
 from mamba_fast_wgpu.pipelines import Pipelines
-from mamba_fast_wgpu.tensor import ITEM_BYTES, WgpuTensor, shares
+from mamba_fast_wgpu.tensor import ITEM_BYTES, WgpuTensor, reshape, shares, view, window
 
 __all__ = ["Core", "Engine", "engine", "numbered", "read_saved", "unwrap"]
 
@@ -80,19 +80,60 @@ class Core(Backend):
         self.device = engine.device
         self.encoder = engine.encoder
         self.dispatch = engine.encoder.dispatch
-        self.max_tensor_bytes = engine.device.limits.binding_bytes & ~3
+        limits = engine.device.limits
+        self.max_tensor_bytes = limits.buffer_bytes & ~3
+        self.max_slab_bytes = limits.binding_bytes & ~3
 
-    def new(self, shape: Sequence[int], dtype: str = "f32") -> WgpuTensor:
-        """A contiguous tensor, its values undefined. Freed (to the pool) when nothing refers to it."""
+    def new(self, shape: Sequence[int], dtype: str = "f32", *, large: bool = False) -> WgpuTensor:
+        """A contiguous tensor, its values undefined. Freed (to the pool) when nothing refers to it.
+
+        `large`: it may be larger than what a kernel can bind; the ops on parameters take such tensors.
+        """
         shape = tuple(shape)
         width = shape[-1] if shape else 1
         size = math.prod(shape) * ITEM_BYTES[dtype]
-        if size > self.max_tensor_bytes:
+        limit = self.max_tensor_bytes if large else self.max_slab_bytes
+        if size > limit:
             raise ValueError(
-                f"a tensor of shape {shape} and type {dtype} takes {size} bytes; this device allows "
-                f"{self.max_tensor_bytes} for one tensor: use a smaller batch, seq_len or vocabulary"
+                f"a tensor of shape {shape} and type {dtype} takes {size} bytes; this device allows {limit} "
+                "for it: use a smaller batch or seq_len"
             )
         return WgpuTensor(self.engine.pool.take(max(size, 4)), 0, shape, width, dtype)
+
+    def is_large(self, tensor: WgpuTensor) -> bool:
+        """Whether a kernel cannot bind the tensor's buffer whole."""
+        return tensor.block.size > self.max_slab_bytes
+
+    def spread(self, *tensors: WgpuTensor) -> Iterator[tuple[WgpuTensor, ...]]:
+        """Tensors of one shape, in parts that kernels can bind: themselves, where they are small enough."""
+        if not any(self.is_large(tensor) for tensor in tensors):
+            yield tensors
+            return
+        if not all(tensor.contiguous for tensor in tensors):
+            raise ValueError(
+                f"column views of a tensor of more than {self.max_slab_bytes} bytes are not supported on this "
+                "device: copy it in smaller parts"
+            )
+        size = tensors[0].size
+        flat = [reshape(tensor, (size,)) for tensor in tensors]
+        step = (self.max_slab_bytes - 256) // 4 // 64 * 64
+        for start in range(0, size, step):
+            stop = min(start + step, size)
+            yield tuple(
+                window(part) if self.is_large(part) else part
+                for part in (view(tensor, 0, start, stop) for tensor in flat)
+            )
+
+    def row_parts(self, matrix: WgpuTensor) -> Iterator[tuple[int, int, WgpuTensor]]:
+        """A matrix in runs of rows that kernels can bind: first row, the row after the last, the part."""
+        rows = matrix.shape[0]
+        if not self.is_large(matrix):
+            yield 0, rows, matrix
+            return
+        step = max(1, (self.max_slab_bytes - 256) // 4 // matrix.row_stride)
+        for start in range(0, rows, step):
+            stop = min(start + step, rows)
+            yield start, stop, window(view(matrix, 0, start, stop))
 
     def check(
         self,

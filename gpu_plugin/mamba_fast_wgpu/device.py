@@ -56,7 +56,9 @@ class Limits:
     storage_buffers: int
     """Storage buffers that one kernel may bind."""
     binding_bytes: int
-    """Largest tensor: a buffer is bound whole."""
+    """Most bytes of a buffer that a kernel can bind."""
+    buffer_bytes: int
+    """Largest buffer; what is larger than a binding is worked on in parts."""
     workgroup_bytes: int
     """Workgroup memory of one kernel."""
     invocations: int
@@ -68,13 +70,14 @@ class Limits:
 _LIMIT_NAMES = {
     "storage_buffers": "max-storage-buffers-per-shader-stage",
     "binding_bytes": "max-storage-buffer-binding-size",
+    "buffer_bytes": "max-buffer-size",
     "workgroup_bytes": "max-compute-workgroup-storage-size",
     "invocations": "max-compute-invocations-per-workgroup",
     "workgroups": "max-compute-workgroups-per-dimension",
 }
 
 # More than this is of no use to any kernel, or cannot be addressed by 32-bit offsets of bytes.
-_SANE = Limits(32, 2**31 - 4, 48 * 1024, 1024, 65535)
+_SANE = Limits(32, 2**31 - 4, 2**31 - 4, 48 * 1024, 1024, 65535)
 
 
 @dataclass(frozen=True)
@@ -243,12 +246,12 @@ class Device:
             )
 
     def bind_group(
-        self, layout: wgpu.GPUBindGroupLayout, buffers: Sequence[tuple[wgpu.GPUBuffer, int]]
+        self, layout: wgpu.GPUBindGroupLayout, buffers: Sequence[tuple[wgpu.GPUBuffer, int, int]]
     ) -> wgpu.GPUBindGroup:
-        """Buffers, each with how many bytes from its start are bound."""
+        """Buffers, each with the first byte and the number of bytes that are bound."""
         entries = [
-            {"binding": i, "resource": {"buffer": buffer, "offset": 0, "size": size}}
-            for i, (buffer, size) in enumerate(buffers)
+            {"binding": i, "resource": {"buffer": buffer, "offset": start, "size": size}}
+            for i, (buffer, start, size) in enumerate(buffers)
         ]
         with translated("making a bind group"):
             return self.handle.create_bind_group(layout=layout, entries=entries)
@@ -283,7 +286,7 @@ def _probe_subgroup_size(device: Device) -> int:
     except ShaderError:
         return 0
     buffer = device.storage_buffer(4)
-    group = device.bind_group(layout, [(buffer, 4)])
+    group = device.bind_group(layout, [(buffer, 0, 4)])
     encoder = device.handle.create_command_encoder()
     work = encoder.begin_compute_pass()
     work.set_pipeline(pipeline)

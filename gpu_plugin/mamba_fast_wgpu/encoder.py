@@ -17,6 +17,7 @@ import wgpu
 from mamba_fast_wgpu.device import SLOT_BYTES, Device, translated
 from mamba_fast_wgpu.memory import Block, Pool
 from mamba_fast_wgpu.pipelines import Pipelines
+from mamba_fast_wgpu.tensor import WgpuTensor
 
 __all__ = ["FLUSH_AFTER", "Encoder"]
 
@@ -45,7 +46,7 @@ class Encoder:
         """Dispatches so far."""
         self._parameters = bytearray(FLUSH_AFTER * SLOT_BYTES)
         self._ring = device.uniform_buffer(len(self._parameters))
-        self._ring_group = device.bind_group(pipelines.uniform_layout, [(self._ring, SLOT_BYTES)])
+        self._ring_group = device.bind_group(pipelines.uniform_layout, [(self._ring, 0, SLOT_BYTES)])
         self._slots = 0
         self._encoder: Any = None
         self._pass: Any = None
@@ -75,7 +76,7 @@ class Encoder:
         kernel
             "file" or "file:entry", see `pipelines`
         bindings
-            a tensor, a `Block` or None (an argument left out) for each storage buffer that the entry point
+            a tensor, a block, a window or None (an argument left out) for each storage buffer that the entry point
             uses, in the order of its binding numbers. Buffers are bound whole: offsets and strides are the
             kernel's parameters
         params
@@ -120,7 +121,7 @@ class Encoder:
         if len(bindings) != len(access):
             raise ValueError(f"kernel {kernel} has {len(access)} storage buffers, given {len(bindings)}")
         return [
-            self._absent[how] if given is None else given if type(given) is Block else given.block
+            self._absent[how] if given is None else given.block if type(given) is WgpuTensor else given
             for how, given in zip(access, bindings, strict=True)
         ]
 
@@ -153,11 +154,19 @@ class Encoder:
             struct.pack_into(f"<{len(words)}I", self._parameters, slot, *words)
 
     def _bind(self, made: Any, blocks: list[Block]) -> Any:
-        key = (made.access, *[block.serial for block in blocks])
+        key = (made.access, *[(block.serial, block.start) for block in blocks])
         group = self._groups.get(key)
         if group is None:
             self._forget()
-            group = self.device.bind_group(made.layout, [(block.buffer, block.size) for block in blocks])
+            for block in blocks:
+                if block.size > self.device.limits.binding_bytes:
+                    raise ValueError(
+                        f"kernel {made.label} was given a tensor of {block.size} bytes, more than the "
+                        f"{self.device.limits.binding_bytes} that this device can bind: use smaller tensors"
+                    )
+            group = self.device.bind_group(
+                made.layout, [(block.buffer, block.start, block.size) for block in blocks]
+            )
             self._groups[key] = group
         return group
 
@@ -166,7 +175,7 @@ class Encoder:
         if self.pool.dropped:
             gone = set(self.pool.dropped)
             self.pool.dropped.clear()
-            self._groups = {key: group for key, group in self._groups.items() if gone.isdisjoint(key[1:])}
+            self._groups = {key: group for key, group in self._groups.items() if gone.isdisjoint(s for s, _ in key[1:])}
         if len(self._groups) >= _MAX_GROUPS:
             for key in list(self._groups)[: _MAX_GROUPS // 2]:
                 del self._groups[key]

@@ -7,12 +7,12 @@ host, which overtakes recorded commands, has to look at `Block.used` first (see 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from mamba_fast_wgpu.device import Device
 from mamba_fast_wgpu.errors import DeviceOutOfMemoryError
 
-__all__ = ["Block", "Pool", "size_class"]
+__all__ = ["Block", "Pool", "Window", "size_class"]
 
 _SMALLEST = 256
 
@@ -30,6 +30,9 @@ class Block:
 
     __slots__ = ("__weakref__", "buffer", "pool", "serial", "size", "used")
 
+    start: ClassVar[int] = 0
+    """Where in the buffer what is bound begins, in bytes."""
+
     def __init__(self, pool: Pool, buffer: Any, size: int, serial: int) -> None:
         self.pool = pool
         self.buffer = buffer
@@ -41,6 +44,33 @@ class Block:
 
     def __del__(self) -> None:
         self.pool.give_back(self)
+
+
+class Window:
+    """A part of a block: what is bound of a buffer that is too large to be bound whole."""
+
+    __slots__ = ("block", "size", "start")
+
+    def __init__(self, block: Block, start: int, size: int) -> None:
+        self.block = block
+        self.start = start
+        self.size = size
+
+    @property
+    def buffer(self) -> Any:
+        return self.block.buffer
+
+    @property
+    def serial(self) -> int:
+        return self.block.serial
+
+    @property
+    def used(self) -> int:
+        return self.block.used
+
+    @used.setter
+    def used(self, submission: int) -> None:
+        self.block.used = submission
 
 
 class Pool:
@@ -63,7 +93,8 @@ class Pool:
 
     def take(self, size: int) -> Block:
         """A buffer of at least this many bytes, its contents undefined."""
-        size = size_class(size, self._device.limits.binding_bytes)
+        limits = self._device.limits
+        size = size_class(size, limits.binding_bytes if size <= limits.binding_bytes else limits.buffer_bytes)
         free = self._free.get(size)
         if free:
             serial, used = free.pop()

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from mamba_fast import checks
 from mamba_fast.backend import Tensor
 from mamba_fast_wgpu.core import Core, read_saved
-from mamba_fast_wgpu.tensor import WgpuTensor
+from mamba_fast_wgpu.tensor import WgpuTensor, view
 
 __all__ = ["MatrixOps"]
 
@@ -91,9 +91,9 @@ class MatrixOps(Core):
         self.check("embedding", {"out": out}, {"table": table}, {"ids": ids})
         y = self.new((*ids.shape, table.shape[1])) if out is None else out
         groups = -(-y.size // _WG)
-        self.dispatch(
-            "embedding:forward", [ids, table, y], self._embedding_params(ids, table, y, groups), groups
-        )
+        for first, stop, part in self.row_parts(table):
+            params = self._embedding_params(ids, part, y, groups, first, stop)
+            self.dispatch("embedding:forward", [ids, part, y], params, groups)
         return y, EmbeddingSaved(ids) if grad else None
 
     def embedding_backward(self, dy: Tensor, saved: Any, *, d_table: Tensor) -> None:
@@ -102,15 +102,17 @@ class MatrixOps(Core):
         checks.embedding_backward(dy, ids.shape, d_table)
         self.check(op, {"d_table": d_table}, {"dy": dy}, {"ids": ids})
         groups = ids.size * -(-dy.width // _WG)
-        self.dispatch(
-            "embedding:backward", [ids, dy, d_table], self._embedding_params(ids, d_table, dy, groups), groups
-        )
+        for first, stop, part in self.row_parts(d_table):
+            params = self._embedding_params(ids, part, dy, groups, first, stop)
+            self.dispatch("embedding:backward", [ids, dy, part], params, groups)
 
     @staticmethod
-    def _embedding_params(ids: Any, table: Any, y: Any, groups: int) -> list[int]:
+    def _embedding_params(
+        ids: Any, table: Any, y: Any, groups: int, first: int, stop: int
+    ) -> list[int]:
         return [
             ids.size, y.width, groups, ids.width, ids.offset, ids.row_stride, table.offset, table.row_stride,
-            y.offset, y.row_stride,
+            y.offset, y.row_stride, first, stop - first,
         ]  # fmt: skip
 
     # ---- matrix products ----------------------------------------------------------------------
@@ -129,18 +131,27 @@ class MatrixOps(Core):
         checks.linear(x, w, bias, out, accumulate)
         self.check("linear", {"out": out}, {"x": x, "w": w, "bias": bias})
         y = self.new((*x.shape[:-1], w.shape[0])) if out is None else out
+        for first, stop, part in self.row_parts(w):
+            self._linear_part(
+                x, part, None if bias is None else view(bias, 0, first, stop), view(y, -1, first, stop),
+                float(alpha), accumulate,
+            )  # fmt: skip
+        return y, LinearSaved(x) if grad else None
+
+    def _linear_part(
+        self, x: Any, w: WgpuTensor, bias: WgpuTensor | None, y: WgpuTensor, alpha: float, accumulate: bool
+    ) -> None:
         m, n, k = x.rows, w.shape[0], w.shape[1]
         if m <= _FEW_ROWS:
             groups = m * -(-n // 16)
             params = [
                 m, n, k, groups, x.offset, x.row_stride, w.offset, w.row_stride, y.offset, y.row_stride,
-                0 if bias is None else bias.offset, float(alpha),
+                0 if bias is None else bias.offset, alpha,
             ]  # fmt: skip
             flags = {"BIAS": bias is not None, "ACCUMULATE": accumulate}
             self.dispatch("linear_rows", [x, w, bias, y], params, groups, flags)
         else:
             self._product(x, False, w, True, y, (m, n, k), alpha, accumulate, bias)
-        return y, LinearSaved(x) if grad else None
 
     def linear_backward(
         self,
@@ -159,15 +170,20 @@ class MatrixOps(Core):
         x = read_saved(op, saved, LinearSaved).x
         checks.linear_backward(dy, x.shape, w, dw, dbias, out, accumulate)
         self.check(op, {"dw": dw, "dbias": dbias, "out": out}, {"dy": dy, "w": w, "x": x})
-        rows, (n_out, n_in) = dy.rows, w.shape
+        rows, n_in = dy.rows, w.shape[1]
         if dw is not None:
-            self._product(dy, True, x, False, dw, (n_out, n_in, rows), alpha, True)
+            for first, stop, part in self.row_parts(dw):
+                columns = view(dy, -1, first, stop)
+                self._product(columns, True, x, False, part, (stop - first, n_in, rows), alpha, True)
         if dbias is not None:
             self._column_sums("norm:bias", [dy], [0, 0, dy.offset, dy.row_stride], rows, dbias)
         if not need_dx:
             return None
         dx = self.new(x.shape) if out is None else out
-        self._product(dy, False, w, False, dx, (rows, n_in, n_out), alpha, accumulate)
+        for first, stop, part in self.row_parts(w):
+            columns = view(dy, -1, first, stop)
+            added = accumulate or first > 0
+            self._product(columns, False, part, False, dx, (rows, n_in, stop - first), alpha, added)
         return dx
 
     def _product(

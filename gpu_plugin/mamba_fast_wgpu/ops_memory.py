@@ -53,7 +53,7 @@ class MemoryOps(Core):
         self._storage("from_host", dtype)
         data, shape = _host_words(array, dtype)
         self.transfers += 1
-        tensor = self.new(shape, dtype)
+        tensor = self.new(shape, dtype, large=True)
         self.encoder.write(tensor.block, data)
         return tensor
 
@@ -72,11 +72,11 @@ class MemoryOps(Core):
 
     def empty(self, shape: Sequence[int], dtype: str = "f32") -> Tensor:
         self._storage("empty", dtype)
-        return self.new(shape, dtype)
+        return self.new(shape, dtype, large=True)
 
     def zeros(self, shape: Sequence[int], dtype: str = "f32") -> Tensor:
         self._storage("zeros", dtype)
-        tensor = self.new(shape, dtype)
+        tensor = self.new(shape, dtype, large=True)
         self.fill_(tensor, 0.0)
         return tensor
 
@@ -179,6 +179,13 @@ class MemoryOps(Core):
         given = [tensor for tensor in operands if tensor is not None]
         like = operands[2]
         if like.size == 0:
+            return
+        if any(self.is_large(tensor) for tensor in given):
+            for parts in self.spread(*given):
+                left = iter(parts)
+                x, y, z = (None if tensor is None else next(left) for tensor in operands)
+                assert z is not None
+                self._elementwise(kernel, (x, y, z), value, bits)
             return
         rows, width = like.flat if all(t.contiguous for t in given) else (like.rows, like.width)
         vector = width % 4 == 0 and all(

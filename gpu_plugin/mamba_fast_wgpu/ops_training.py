@@ -43,6 +43,7 @@ class TrainingOps(Core):
     def global_norm(self, tensors: Sequence[Tensor]) -> Tensor:
         op = "global_norm"
         self.check(op, {}, numbered(tensors=tensors))
+        tensors = [part for tensor in tensors for (part,) in self.spread(tensor)]
         shares = [self._share(tensor.size) for tensor in tensors]
         total = sum(groups for _, groups in shares)
         partial, norm = self.new((max(total, 1), 4)), self.new((1,))
@@ -81,7 +82,12 @@ class TrainingOps(Core):
         if step < 1:
             raise ValueError(f"{op}: step is {step}; it counts all attempts from 1")
         counted = max_delta > 0.0
-        groups = [-(-tensor.size // (_WG * _EACH)) for tensor in params]
+        parts = [
+            (operands, float(lr * wd))
+            for p, g, mi, vi, wd in zip(params, grads, m, v, weight_decay, strict=True)
+            for operands in self.spread(p, g, mi, vi)
+        ]
+        groups = [-(-operands[0].size // (_WG * _EACH)) for operands, _ in parts]
         factors = self.new((4,))
         counts = self.new((max(sum(groups), 1),)) if counted else None
         common = [grad_norm.offset, stats.offset, float(step), float(lr), _log(beta1), _log(beta2)]
@@ -90,14 +96,14 @@ class TrainingOps(Core):
         nowhere = [0] * 12
         self.dispatch("optim:prepare", [grad_norm, factors, stats], [*nowhere, *common, 0.0, *ends], 1)
         first = 0
-        for p, g, mi, vi, wd, n in zip(params, grads, m, v, weight_decay, groups, strict=True):
-            operands = (p, g, mi, vi)
+        for (operands, decay), n in zip(parts, groups, strict=True):
+            p, g, mi, vi = operands
             rows, width = p.flat if all(t.contiguous for t in operands) else (p.rows, p.width)
             places = [number for t in operands for number in (t.offset, t.row_stride)]
             if n:
                 self.dispatch(
                     "optim:step", [g, factors, p, mi, vi, counts],
-                    [rows, width, n, first, *places, *common, float(lr * wd), *ends],
+                    [rows, width, n, first, *places, *common, decay, *ends],
                     n, {"EACH": _EACH, "BOUND": counted},
                 )  # fmt: skip
             first += n

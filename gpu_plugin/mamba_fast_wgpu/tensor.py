@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from mamba_fast import checks
-from mamba_fast_wgpu.memory import Block
+from mamba_fast_wgpu.memory import Block, Window
 
-__all__ = ["ITEM_BYTES", "WgpuTensor", "reshape", "view"]
+__all__ = ["ITEM_BYTES", "WgpuTensor", "reshape", "shares", "view", "window"]
 
 ITEM_BYTES = {"f32": 4, "i32": 4, "f16": 2, "bf16": 2}
 
@@ -25,7 +25,7 @@ class WgpuTensor:
     __slots__ = ("block", "dtype", "offset", "row_stride", "shape")
 
     def __init__(
-        self, block: Block, offset: int, shape: tuple[int, ...], row_stride: int, dtype: str
+        self, block: Block | Window, offset: int, shape: tuple[int, ...], row_stride: int, dtype: str
     ) -> None:
         self.block = block
         self.offset = offset
@@ -104,7 +104,7 @@ def view(tensor: WgpuTensor, axis: int, start: int, stop: int) -> WgpuTensor:
 
 def shares(a: Any, b: Any) -> bool:
     """Whether two tensors have an element in common. Exact for column views of one base."""
-    if a.block is not b.block:
+    if a.block.serial != b.block.serial:
         return False
     (a0, a1), (b0, b1) = a.span(), b.span()
     if a0 >= b1 or b0 >= a1:
@@ -117,3 +117,18 @@ def shares(a: Any, b: Any) -> bool:
         if first + a.width <= stride and second + b.width <= stride:
             return first < second + b.width and second < first + a.width
     return True
+
+
+_WINDOW_ALIGNMENT = 256
+"""Bytes that a window's start is a multiple of, as WebGPU guarantees to be allowed."""
+
+
+def window(tensor: WgpuTensor) -> WgpuTensor:
+    """The same elements, in a window of the block that begins near the first one."""
+    start, stop = tensor.span()
+    item = ITEM_BYTES[tensor.dtype]
+    first = start * item // _WINDOW_ALIGNMENT * _WINDOW_ALIGNMENT
+    size = -(-(stop * item - first) // 4) * 4
+    return WgpuTensor(
+        Window(tensor.block, first, size), start - first // item, tensor.shape, tensor.row_stride, tensor.dtype
+    )

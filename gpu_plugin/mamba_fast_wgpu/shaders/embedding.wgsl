@@ -14,6 +14,8 @@ struct Params {
     table_stride: u32,
     y_offset: u32,
     y_stride: u32,
+    first: u32,         // id of the table's first row, where only a part of a large table is bound
+    rows: u32,          // rows of that part
 }
 
 @group(0) @binding(0) var<storage, read> ids: array<i32>;
@@ -42,8 +44,10 @@ fn forward(
     let i = group_index(group, groups) * WG + thread;
     let row = i / p.width;
     let col = i - row * p.width;
-    if (row < p.count) {
-        y[p.y_offset + row * p.y_stride + col] = table[p.table_offset + u32(id_at(row)) * p.table_stride + col];
+    if (row >= p.count) { return; }
+    let at = u32(id_at(row)) - p.first;
+    if (at < p.rows) {
+        y[p.y_offset + row * p.y_stride + col] = table[p.table_offset + at * p.table_stride + col];
     }
 }
 
@@ -58,6 +62,8 @@ fn backward(
     let position = at / blocks;
     let col = (at - position * blocks) * WG + thread;
     let id = id_at(position);
+    let to = u32(id) - p.first;
+    if (to >= p.rows) { return; }
     var total = 0.0;
     for (var start = 0u; start < p.count; start += WG) {
         if (thread < WORDS) { atomicStore(&found[thread], 0u); }
@@ -86,5 +92,5 @@ fn backward(
         }
         workgroupBarrier();
     }
-    if (col < p.width) { d_table[p.table_offset + u32(id) * p.table_stride + col] += total; }
+    if (col < p.width) { d_table[p.table_offset + to * p.table_stride + col] += total; }
 }
