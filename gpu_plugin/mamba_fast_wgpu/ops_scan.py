@@ -5,6 +5,8 @@ The kernels are `shaders/scan_*.wgsl`; the formulas are SPEC 2.6 to 2.10 and 3. 
 * small operands are packed first (`scan_pack`), since a device may allow eight buffers a kernel;
 * a scan whose scratch would exceed the largest binding is cut into pieces, by batch rows and, where one
   row is too long, by time: a piece's final state is the next one's initial state;
+* where there are too few channels and batch rows to fill a device, time is cut into segments that run side
+  by side (`scan_segments_quad`);
 * sums over channels, batch rows and segments are made of shares added up in a fixed order (`scan_reduce`).
 """
 
@@ -29,6 +31,15 @@ _LANES = 64
 _QUAD_CHANNELS = 32
 """Channels of a workgroup in the kernels with four lanes a channel."""
 
+_FULL_DEVICE = 256
+"""Workgroups with which no GPU gains from cutting time into segments, which costs a third more work."""
+
+_SEGMENTED = 768
+"""Workgroups to cut into where there are fewer."""
+
+_SHORTEST_SEGMENT = 16
+"""Chunks of a segment at least."""
+
 _FUSED_BINDINGS = 10
 """Storage buffers of the backward kernel that does the gate as well, and of the step kernel."""
 
@@ -44,6 +55,10 @@ class ScanPiece(NamedTuple):
     kept: Block
     chunks: int
     """Kept states a batch row."""
+    segments: int
+    segment_chunks: int
+    sums: Block | None
+    """Of Delta, by segment; None with a single one."""
 
 
 class ScanSaved(NamedTuple):
@@ -79,8 +94,10 @@ def plan(
     groups = -(-states // 4)
     blocks = -(-width // channels)
     fixed = 16 * (2 * width * (groups + 1) + 64)
-    # What a chunk takes: its kept state, or its packed rows, or its share of dB and dC.
-    chunk = 16 * max(width * groups, STEPS * (2 * groups * blocks + 1))
+    # What a chunk takes: its kept state, or its packed rows, or its share of dB and dC with what a segment
+    # needs for gradients, spread over its chunks.
+    per_segment = 2 * width * (groups + 1)
+    chunk = 16 * max(width * groups, STEPS * (2 * groups * blocks + 1) + -(-per_segment // 2))
     chunks = -(-length // STEPS)
     per_row = max(1, (largest - fixed) // chunk)
     if per_row < chunks:
@@ -104,6 +121,12 @@ def _place(tensor: WgpuTensor | None, rows: int = 0) -> tuple[int, int]:
 
 class ScanOps(Core):
     """`selective_scan`, its backward op and its step."""
+
+    emulated_span: int = 0
+    """For tests: run the kernels for subgroups as if those had this many lanes, by way of workgroup memory."""
+
+    forced_segments: int = 0
+    """For tests: as many segments as this, if there are chunks enough, whatever the device."""
 
     def _scratch(self, vectors: int) -> Block:
         return self.engine.pool.take(16 * vectors)
@@ -165,11 +188,27 @@ class ScanOps(Core):
     def _span(self, states: int) -> int:
         """How many lanes shuffles may reach in the kernels with four lanes a channel; 0: those without
         subgroup operations have to do."""
-        size = self.device.subgroup_size
+        size = self.emulated_span or self.device.subgroup_size
         if size < 8 or not 12 < states <= 16 or self.device.limits.invocations < 128:
             return 0
         # Intel's compiler chooses a width for each kernel; none is below 8.
         return 8 if "intel" in self.device.adapter.name.lower() else min(size, 32)
+
+    def _segments(self, rows: int, width: int, chunks: int, span: int) -> tuple[int, int]:
+        """How many segments, and the chunks of each."""
+        groups = rows * -(-width // _QUAD_CHANNELS)
+        count = self.forced_segments
+        if not count and groups < _FULL_DEVICE and not self.device.adapter.software:
+            count = min(_SEGMENTED // groups, chunks // _SHORTEST_SEGMENT)
+        if not span or count <= 1:
+            return 1, chunks
+        # Tiles are two chunks, and no tile is in two segments.
+        each = 2 * -(-chunks // (2 * count))
+        return -(-chunks // each), each
+
+    def _quad(self, span: int) -> dict[str, bool]:
+        """Constants of the kernels with four lanes a channel."""
+        return {"EMULATED": True} if span and self.emulated_span else {}
 
     def _forward_piece(
         self, s: ScanSaved, cut: _Cut, initial: Any, y: WgpuTensor, final_state: WgpuTensor, grad: bool
@@ -184,7 +223,9 @@ class ScanOps(Core):
         flags_at = rows_at + cut.rows * cut.steps * 2 * groups
         packed = self._scratch(flags_at + (cut.rows * quads if masked else 0))
         chunks = -(-cut.steps // STEPS)
-        slots = chunks if grad else 1
+        span = self._span(states)
+        segments, segment_chunks = self._segments(cut.rows, width, chunks, span)
+        slots = chunks if grad else segments
         kept = self._scratch(cut.rows * slots * width * groups)
 
         self.dispatch(
@@ -219,22 +260,37 @@ class ScanOps(Core):
                 "scan_pack:pack_flags", [s.seq_start, s.lengths, packed], pack_rows,
                 self._groups(cut.rows * quads), constants,
             )  # fmt: skip
-        span = self._span(states)
+        sums = None
+        if segments > 1:
+            sums = self.engine.pool.take(4 * cut.rows * segments * width)
+            params = [
+                cut.rows, cut.steps, length, width, slots, segment_chunks if grad else 1, segments,
+                segment_chunks, rows_at, flags_at, *_place(s.u, row), *_place(s.delta, row), 0, 0, 0, 0,
+            ]  # fmt: skip
+            self.dispatch(
+                "scan_segments_quad:states", [s.u, s.delta, packed, kept, sums], params,
+                (-(-width // _QUAD_CHANNELS), cut.rows, segments - 1),
+                {"ZOH": s.zoh, "SOFTPLUS": s.softplus, "MASKED": masked, **self._quad(span)},
+            )  # fmt: skip
+            self.dispatch(
+                "scan_segments_quad:join_states", [packed, kept, sums], params,
+                self._groups(cut.rows * width * groups), self._quad(span),
+            )  # fmt: skip
         self.dispatch(
             "scan_forward_quad" if span else "scan_forward",
             [s.u, s.delta, s.z, packed, kept, y, final_state],
             [
-                cut.rows, cut.steps, length, width, states, slots, 1, chunks, rows_at, flags_at,
+                cut.rows, cut.steps, length, width, states, slots, segments, segment_chunks, rows_at, flags_at,
                 *_place(s.u, row), *_place(s.delta, row), *_place(s.z, row), *_place(y, row),
                 *_place(final_state, cut.first_row * width),
             ],
-            (-(-width // (_QUAD_CHANNELS if span else _LANES)), cut.rows, 1),
+            (-(-width // (_QUAD_CHANNELS if span else _LANES)), cut.rows, segments),
             {
-                **({} if span else {"NJ": groups, "T": STEPS}), "ZOH": s.zoh, "SOFTPLUS": s.softplus, "GATED": s.z is not None,
+                **(self._quad(span) if span else {"NJ": groups, "T": STEPS}), "ZOH": s.zoh, "SOFTPLUS": s.softplus, "GATED": s.z is not None,
                 "MASKED": masked, "KEEP": grad,
             },
         )  # fmt: skip
-        return ScanPiece(*cut, packed, kept, chunks)
+        return ScanPiece(*cut, packed, kept, chunks, segments, segment_chunks, sums)
 
     def _pack_state(
         self, state: Any, cut: _Cut | ScanPiece, to: Block, width: int, states: int, slots: int, slot: int
@@ -323,7 +379,7 @@ class ScanOps(Core):
         flags_at = rows_at + piece.rows * piece.steps * 2 * groups
         span = self._span(states)
         blocks = -(-width // (_QUAD_CHANNELS if span else _LANES))
-        segments = 1
+        segments = piece.segments
         places = piece.rows * segments * width
         d_a_at = places * groups
         d_vectors_at = 2 * d_a_at
@@ -344,10 +400,12 @@ class ScanOps(Core):
                 "scan_gate:gate_gradient", [s.z, dy, grads.du], gate_params, elements, flags
             )
         constants = {
-            **({"SPAN": span} if span else {"NJ": groups, "T": STEPS}),
+            **({"SPAN": span, **self._quad(span)} if span else {"NJ": groups, "T": STEPS}),
             "ZOH": s.zoh, "SOFTPLUS": s.softplus, "MASKED": masked,
             "READ_DY": fused or not gated, "READ_Z": fused and gated, "WRITE_DZ": gated,
         }  # fmt: skip
+        if segments > 1:
+            self._segment_gradients(s, piece, dy, scratch, rows_at, flags_at, span)
         bindings = [s.u, s.delta]
         bindings += [s.z] if constants["READ_Z"] else []
         bindings += [dy] if constants["READ_DY"] else []
@@ -357,7 +415,7 @@ class ScanOps(Core):
             "scan_backward_quad" if span else "scan_backward",
             [*bindings, scratch],
             [
-                piece.rows, piece.steps, length, width, piece.chunks, segments, piece.chunks, rows_at,
+                piece.rows, piece.steps, length, width, piece.chunks, segments, piece.segment_chunks, rows_at,
                 flags_at, d_a_at, d_vectors_at, shares_at,
                 *_place(s.u, row), *_place(s.delta, row), *_place(s.z, row), *_place(dy, row),
                 *_place(grads.du, row), *_place(grads.ddelta, row), *_place(grads.dz, row),
@@ -396,6 +454,33 @@ class ScanOps(Core):
                 "unpack_state", [d_initial], 0, [_place(d_initial, piece.first_row * width)],
                 piece.rows * width * groups,
             )  # fmt: skip
+
+    def _segment_gradients(
+        self, s: ScanSaved, piece: ScanPiece, dy: Any, carry: Block, rows_at: int, flags_at: int, span: int
+    ) -> None:
+        """The gradient of the state at the end of each segment, into `carry`, from that of the last."""
+        width = s.a.shape[0]
+        length = s.u.shape[1]
+        row = piece.first_row * length + piece.first_step
+        gated = s.z is not None
+        params = [
+            piece.rows, piece.steps, length, width, piece.chunks, 1, piece.segments, piece.segment_chunks,
+            rows_at, flags_at, 0, 0, *_place(s.delta, row), *_place(s.z, row), *_place(dy, row),
+        ]  # fmt: skip
+        self.dispatch(
+            "scan_segments_quad:gradients",
+            [s.delta, *([s.z] if gated else []), dy, piece.packed, carry],
+            params,
+            (-(-width // _QUAD_CHANNELS), piece.rows, piece.segments - 1),
+            {
+                "SOFTPLUS": s.softplus, "MASKED": s.seq_start is not None or s.lengths is not None,
+                "READ_Z": gated, **self._quad(span),
+            },
+        )  # fmt: skip
+        self.dispatch(
+            "scan_segments_quad:join_gradients", [piece.packed, carry, piece.sums], params,
+            self._groups(piece.rows * width * 4), self._quad(span),
+        )  # fmt: skip
 
     def selective_scan_step(
         self,

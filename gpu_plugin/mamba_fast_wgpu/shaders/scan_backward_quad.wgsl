@@ -194,7 +194,7 @@ fn retreat(w: Walk, before: vec4<f32>, now: Step, input: vec4<f32>, weights_at: 
 fn share(w: Walk, step: u32, lane: u32) {
     let q = lane % 4u;
     let high = (lane & (SPAN / 2u)) != 0u;
-    let x = select(w.d_b, w.d_c, high) + subgroupShuffleXor(select(w.d_c, w.d_b, high), SPAN / 2u);
+    let x = select(w.d_b, w.d_c, high) + swap4(select(w.d_c, w.d_b, high), SPAN / 2u);
     let at = ((lane / SPAN) * BURST + step % BURST) * 32u + select(0u, 16u, high) + 4u * q;
     if SPAN == 8u {
         shares[at] = x.x;
@@ -204,7 +204,7 @@ fn share(w: Walk, step: u32, lane: u32) {
         return;
     }
     let middle = (lane & (SPAN / 4u)) != 0u;
-    let pair = select(x.xy, x.zw, middle) + subgroupShuffleXor(select(x.zw, x.xy, middle), SPAN / 4u);
+    let pair = select(x.xy, x.zw, middle) + swap2(select(x.zw, x.xy, middle), SPAN / 4u);
     let pair_at = at + select(0u, 2u, middle);
     if SPAN == 16u {
         shares[pair_at] = pair.x;
@@ -213,7 +213,7 @@ fn share(w: Walk, step: u32, lane: u32) {
     }
     let low = (lane & 4u) != 0u;
     shares[pair_at + select(0u, 1u, low)] =
-        select(pair.x, pair.y, low) + subgroupShuffleXor(select(pair.y, pair.x, low), 4u);
+        select(pair.x, pair.y, low) + swap1(select(pair.y, pair.x, low), 4u);
 }
 
 // Adds up the subgroups' sums of BURST steps from t on, four at a time.
@@ -231,11 +231,19 @@ fn collect(t: u32, share_row: u32, lane: u32) {
 @compute @workgroup_size(128)
 fn main(
     @builtin(workgroup_id) group: vec3<u32>,
+    //#if EMULATED
+    @builtin(local_invocation_index) lane: u32,
+    //#else
     @builtin(subgroup_id) subgroup: u32,
     @builtin(subgroup_size) subgroup_lanes: u32,
     @builtin(subgroup_invocation_id) subgroup_lane: u32,
+    //#endif
 ) {
+    //#if EMULATED
+    exchange_lane = lane;
+    //#else
     let lane = subgroup * subgroup_lanes + subgroup_lane;
+    //#endif
     let q = lane % 4u;
     let channel = lane / 4u;
     let loads_inside = group.x * WIDTH + lane % WIDTH < params.width;
@@ -353,8 +361,8 @@ fn main(
         collect(t0, share_row, lane);
     }
 
-    d_bias = d_bias + subgroupShuffleXor(d_bias, 1u);
-    d_bias = d_bias + subgroupShuffleXor(d_bias, 2u);
+    d_bias = d_bias + swap1(d_bias, 1u);
+    d_bias = d_bias + swap1(d_bias, 2u);
     // d_d is that of the channel that this invocation fetched for, in four parts.
     workgroupBarrier();
     gates[lane] = d_d;

@@ -109,11 +109,19 @@ fn put(loaded: Loaded, bias: f32, batch: u32, t0: u32, lane: u32, turn: u32) {
 @compute @workgroup_size(128)
 fn main(
     @builtin(workgroup_id) group: vec3<u32>,
+    //#if EMULATED
+    @builtin(local_invocation_index) lane: u32,
+    //#else
     @builtin(subgroup_id) subgroup: u32,
     @builtin(subgroup_size) subgroup_lanes: u32,
     @builtin(subgroup_invocation_id) subgroup_lane: u32,
+    //#endif
 ) {
+    //#if EMULATED
+    exchange_lane = lane;
+    //#else
     let lane = subgroup * subgroup_lanes + subgroup_lane;
+    //#endif
     let q = lane % 4u;
     let channel = lane / 4u;
     let e_loads = min(group.x * WIDTH + lane % WIDTH, params.width - 1u);

@@ -30,10 +30,30 @@ fn advance(h: vec4<f32>, step: f32, u: f32, vb: vec4<f32>, a2: vec4<f32>, ia: ve
     return Step(fma(vec4<f32>(u * step), vb, fma(em1, h, h)), em1);
 }
 
+// A value of the lane whose number differs in the bits of `mask`.
+//#if EMULATED
+// Through workgroup memory: for tests of wide subgroups on narrow ones. All lanes get here together.
+var<workgroup> exchange: array<vec4<f32>, 128>;
+var<private> exchange_lane: u32;
+
+fn swap4(v: vec4<f32>, mask: u32) -> vec4<f32> {
+    workgroupBarrier();
+    exchange[exchange_lane] = v;
+    workgroupBarrier();
+    return exchange[exchange_lane ^ mask];
+}
+fn swap2(v: vec2<f32>, mask: u32) -> vec2<f32> { return swap4(v.xyxy, mask).xy; }
+fn swap1(v: f32, mask: u32) -> f32 { return swap4(vec4<f32>(v), mask).x; }
+//#else
+fn swap4(v: vec4<f32>, mask: u32) -> vec4<f32> { return subgroupShuffleXor(v, mask); }
+fn swap2(v: vec2<f32>, mask: u32) -> vec2<f32> { return subgroupShuffleXor(v, mask); }
+fn swap1(v: f32, mask: u32) -> f32 { return subgroupShuffleXor(v, mask); }
+//#endif
+
 // Sums over the four lanes of a channel: lane q of them gets that of v[q].
 fn sum_quads(v: vec4<f32>, q: u32) -> f32 {
     let high = (q & 2u) != 0u;
-    let pair = select(v.xy, v.zw, high) + subgroupShuffleXor(select(v.zw, v.xy, high), 2u);
+    let pair = select(v.xy, v.zw, high) + swap2(select(v.zw, v.xy, high), 2u);
     let odd = (q & 1u) != 0u;
-    return select(pair.x, pair.y, odd) + subgroupShuffleXor(select(pair.y, pair.x, odd), 1u);
+    return select(pair.x, pair.y, odd) + swap1(select(pair.y, pair.x, odd), 1u);
 }
