@@ -124,6 +124,10 @@ class Backend(ABC):
         """One line for people: what runs, on what, with how many threads."""
         return self.name
 
+    def details(self) -> list[str]:
+        """More lines for `mamba-fast info`: what there is to choose from, with limits and features."""
+        return []
+
     # ---- memory -------------------------------------------------------------------------------
 
     @abstractmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mamba_fast_wgpu.core import Engine
+from mamba_fast_wgpu.device import adapters_in_detail
 from mamba_fast_wgpu.ops_conv import ConvOps
 from mamba_fast_wgpu.ops_matrix import MatrixOps
 from mamba_fast_wgpu.ops_memory import MemoryOps
@@ -35,3 +36,16 @@ class WgpuBackend(MemoryOps, MatrixOps, ConvOps, ScanOps, TrainingOps):
         lanes = f"subgroups of {device.subgroup_size}" if device.subgroup_size else "no subgroup operations"
         slow = "; a software adapter: slow, use the cython backend" if device.adapter.software else ""
         return f"wgpu: {device.adapter.summary}, {lanes}{slow}"
+
+    def details(self) -> list[str]:
+        lines = []
+        for adapter, limits, features in adapters_in_detail():
+            if adapter.usable:
+                lines.append(
+                    f"adapter {adapter.summary}, {adapter.driver}: {limits.storage_buffers} buffers a kernel, "
+                    f"bindings of {limits.binding_bytes >> 20} MiB, {limits.invocations} threads and "
+                    f"{limits.workgroup_bytes >> 10} KiB a workgroup, {', '.join(features) or 'no extra features'}"
+                )
+            else:
+                lines.append(f"adapter {adapter.summary}: not usable, Vulkan, Metal or Direct3D 12 is needed")
+        return lines

@@ -19,7 +19,7 @@ import wgpu
 from mamba_fast.backend import BackendUnavailableError
 from mamba_fast_wgpu.errors import DeviceLostError, DeviceOutOfMemoryError, ShaderError, WgpuError
 
-__all__ = ["ADAPTER_VARIABLE", "Adapter", "Device", "Limits", "adapters", "choose", "open_device", "remedy"]
+__all__ = ["ADAPTER_VARIABLE", "Adapter", "Device", "Limits", "adapters", "adapters_in_detail", "choose", "open_device", "remedy"]
 
 ADAPTER_VARIABLE = "MAMBA_FAST_WGPU_ADAPTER"
 
@@ -121,7 +121,7 @@ def adapters() -> list[Adapter]:
     return [_adapter(handle) for handle in wgpu.gpu.enumerate_adapters_sync()]
 
 
-def details() -> list[tuple[Adapter, Limits, list[str]]]:
+def adapters_in_detail() -> list[tuple[Adapter, Limits, list[str]]]:
     """Every adapter with its limits and the features that this package has a use for."""
     used = ("subgroup", "shader-f16", "timestamp-query")
     return [
