@@ -124,9 +124,8 @@ class ConvOps(Core):
         def params(first: int) -> list[int]:
             return [
                 length, width, batch, tiles, bias_at, state_at, d_final_at, flags_at, shares_at, first,
-                *_places(
-                    s.x, dy, dx, w, s.bias, s.initial_state, d_final, s.seq_start, s.lengths, dw, dbias, d_state
-                ),
+                *_places(s.x, dy, dx, w, s.bias, s.initial_state, d_final, s.seq_start, s.lengths),
+                *_places(dw, dbias, d_state),
             ]  # fmt: skip
 
         constants = {

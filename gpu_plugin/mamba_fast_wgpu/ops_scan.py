@@ -123,7 +123,7 @@ class ScanOps(Core):
     """`selective_scan`, its backward op and its step."""
 
     emulated_span: int = 0
-    """For tests: run the kernels for subgroups as if those had this many lanes, by way of workgroup memory."""
+    """For tests: run the kernels for subgroups as if those had so many lanes, by way of workgroup memory."""
 
     forced_segments: int = 0
     """For tests: as many segments as this, if there are chunks enough, whatever the device."""
@@ -280,13 +280,14 @@ class ScanOps(Core):
             "scan_forward_quad" if span else "scan_forward",
             [s.u, s.delta, s.z, packed, kept, y, final_state],
             [
-                cut.rows, cut.steps, length, width, states, slots, segments, segment_chunks, rows_at, flags_at,
-                *_place(s.u, row), *_place(s.delta, row), *_place(s.z, row), *_place(y, row),
+                cut.rows, cut.steps, length, width, states, slots, segments, segment_chunks, rows_at,
+                flags_at, *_place(s.u, row), *_place(s.delta, row), *_place(s.z, row), *_place(y, row),
                 *_place(final_state, cut.first_row * width),
             ],
             (-(-width // (_QUAD_CHANNELS if span else _LANES)), cut.rows, segments),
             {
-                **(self._quad(span) if span else {"NJ": groups, "T": STEPS}), "ZOH": s.zoh, "SOFTPLUS": s.softplus, "GATED": s.z is not None,
+                **(self._quad(span) if span else {"NJ": groups, "T": STEPS}),
+                "ZOH": s.zoh, "SOFTPLUS": s.softplus, "GATED": s.z is not None,
                 "MASKED": masked, "KEEP": grad,
             },
         )  # fmt: skip
@@ -396,9 +397,7 @@ class ScanOps(Core):
         elements = self._groups(piece.rows * piece.steps * width)
         flags = {"MASKED": masked}
         if gated and not fused:
-            self.dispatch(
-                "scan_gate:gate_gradient", [s.z, dy, grads.du], gate_params, elements, flags
-            )
+            self.dispatch("scan_gate:gate_gradient", [s.z, dy, grads.du], gate_params, elements, flags)
         constants = {
             **({"SPAN": span, **self._quad(span)} if span else {"NJ": groups, "T": STEPS}),
             "ZOH": s.zoh, "SOFTPLUS": s.softplus, "MASKED": masked,
