@@ -108,8 +108,8 @@ class Backend(ABC):
     """Largest tensor in bytes, or None for no limit of the backend's own."""
 
     max_slab_bytes: int | None = None
-    """Largest tensor that small ones are packed into, where that is less than `max_tensor_bytes`; None where it
-    is the same. Every op takes tensors up to this size, and larger ones, which are then contiguous from their
+    """Largest tensor that small ones are packed into, where that is less than `max_tensor_bytes`; None where
+    it is the same. Every op takes tensors up to this size, and larger ones, which are then contiguous from their
     own first element on, are taken by the memory ops, `add`, `add_`, `scale_`, `embedding`, `linear` (as
     table or weights), `global_norm`, `adamw_` and their backward ops."""
 

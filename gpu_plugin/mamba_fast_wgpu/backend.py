@@ -41,10 +41,11 @@ class WgpuBackend(MemoryOps, MatrixOps, ConvOps, ScanOps, TrainingOps):
         lines = []
         for adapter, limits, features in adapters_in_detail():
             if adapter.usable:
+                extra = ", ".join(features) or "no extra features"
                 lines.append(
-                    f"adapter {adapter.summary}, {adapter.driver}: {limits.storage_buffers} buffers a kernel, "
-                    f"bindings of {limits.binding_bytes >> 20} MiB, {limits.invocations} threads and "
-                    f"{limits.workgroup_bytes >> 10} KiB a workgroup, {', '.join(features) or 'no extra features'}"
+                    f"adapter {adapter.summary}, {adapter.driver}: {limits.storage_buffers} buffers a "
+                    f"kernel, bindings of {limits.binding_bytes >> 20} MiB, {limits.invocations} threads "
+                    f"and {limits.workgroup_bytes >> 10} KiB a workgroup, {extra}"
                 )
             else:
                 lines.append(f"adapter {adapter.summary}: not usable, Vulkan, Metal or Direct3D 12 is needed")

@@ -26,14 +26,12 @@ class Engine:
         self.encoder = Encoder(device, self.pool, self.pipelines)
 
 
-# One engine for each set of options, for as long as the process lives: drivers leak memory, and some fail, when
-# devices are opened over and over. This is what makes `create_backend` cheap to call twice.
+# One engine for each set of options, for as long as the process lives: drivers leak memory, and some fail,
+# when devices are opened over and over. This is what makes `create_backend` cheap to call twice.
 _engines: dict[Any, Engine] = {}
 
 
-def engine(
-    *, adapter: str | None, force_limits: Mapping[str, int] | None, subgroups: bool | None
-) -> Engine:
+def engine(*, adapter: str | None, force_limits: Mapping[str, int] | None, subgroups: bool | None) -> Engine:
     """The engine for these options (see `device.open_device`), opened on the first call."""
     from mamba_fast_wgpu.device import choose
 
@@ -111,8 +109,8 @@ class Core(Backend):
             return
         if not all(tensor.contiguous for tensor in tensors):
             raise ValueError(
-                f"column views of a tensor of more than {self.max_slab_bytes} bytes are not supported on this "
-                "device: copy it in smaller parts"
+                f"column views of a tensor of more than {self.max_slab_bytes} bytes are not supported on "
+                "this device: copy it in smaller parts"
             )
         size = tensors[0].size
         flat = [reshape(tensor, (size,)) for tensor in tensors]
@@ -151,7 +149,9 @@ class Core(Backend):
                 others = written.setdefault(found.block.serial, [])
                 for other, operand in others:
                     if shares(found, operand):
-                        raise ValueError(f"{op}: {other} overlaps {name} in memory: give it memory of its own")
+                        raise ValueError(
+                            f"{op}: {other} overlaps {name} in memory: give it memory of its own"
+                        )
                 others.append((name, found))
         for group, dtype in ((reads, "f32"), (ids or {}, "i32")):
             for name, tensor in group.items():

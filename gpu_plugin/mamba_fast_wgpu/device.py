@@ -12,14 +12,23 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import wgpu
 
 from mamba_fast.backend import BackendUnavailableError
 from mamba_fast_wgpu.errors import DeviceLostError, DeviceOutOfMemoryError, ShaderError, WgpuError
 
-__all__ = ["ADAPTER_VARIABLE", "Adapter", "Device", "Limits", "adapters", "adapters_in_detail", "choose", "open_device", "remedy"]
+__all__ = [
+    "ADAPTER_VARIABLE",
+    "Adapter",
+    "Device",
+    "Limits",
+    "adapters",
+    "adapters_in_detail",
+    "choose",
+    "open_device",
+    "remedy",
+]
 
 ADAPTER_VARIABLE = "MAMBA_FAST_WGPU_ADAPTER"
 
@@ -111,9 +120,7 @@ def _adapter(handle: wgpu.GPUAdapter) -> Adapter:
 
 
 def _limits(table: Mapping[str, int]) -> Limits:
-    return Limits(
-        **{field: min(table[name], getattr(_SANE, field)) for field, name in _LIMIT_NAMES.items()}
-    )
+    return Limits(**{field: min(table[name], getattr(_SANE, field)) for field, name in _LIMIT_NAMES.items()})
 
 
 def adapters() -> list[Adapter]:
@@ -266,7 +273,9 @@ class Device:
                 label=label, layout=layout, compute={"module": module, "entry_point": entry}
             )
         except (wgpu.GPUError, RuntimeError) as error:
-            raise ShaderError(f"kernel {label} does not compile on {self.adapter.summary}: {error}") from error
+            raise ShaderError(
+                f"kernel {label} does not compile on {self.adapter.summary}: {error}"
+            ) from error
 
 
 _PROBE = """

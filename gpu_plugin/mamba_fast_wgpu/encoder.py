@@ -76,8 +76,8 @@ class Encoder:
         kernel
             "file" or "file:entry", see `pipelines`
         bindings
-            a tensor, a block, a window or None (an argument left out) for each storage buffer that the entry point
-            uses, in the order of its binding numbers. Buffers are bound whole: offsets and strides are the
+            a tensor, a block, a window or None (an argument left out) for each storage buffer that the entry
+            point uses, in the order of its binding numbers. Buffers are bound whole: offsets and strides are the
             kernel's parameters
         params
             the parameters in the order of the kernel's struct: an int becomes u32 or i32, a float f32
@@ -175,7 +175,9 @@ class Encoder:
         if self.pool.dropped:
             gone = set(self.pool.dropped)
             self.pool.dropped.clear()
-            self._groups = {key: group for key, group in self._groups.items() if gone.isdisjoint(s for s, _ in key[1:])}
+            self._groups = {
+                key: group for key, group in self._groups.items() if gone.isdisjoint(s for s, _ in key[1:])
+            }
         if len(self._groups) >= _MAX_GROUPS:
             for key in list(self._groups)[: _MAX_GROUPS // 2]:
                 del self._groups[key]
@@ -246,9 +248,9 @@ class Encoder:
                 padded = -(-count // 8) * 8
                 reader.map_sync(wgpu.MapMode.READ, 0, padded)
                 try:
-                    result[at : at + count] = np.frombuffer(reader.read_mapped(0, padded, copy=False), np.uint8)[
-                        :count
-                    ]
+                    result[at : at + count] = np.frombuffer(
+                        reader.read_mapped(0, padded, copy=False), np.uint8
+                    )[:count]
                 finally:
                     reader.unmap()
         return result

@@ -79,7 +79,9 @@ class MatrixOps(Core):
         partial = self.new((chunks, width))
         threads = 64 if width <= 64 else 256
         params = [rows, width, *places, 0, width, 0, chunk, 0.0]
-        self.dispatch(kernel, [*bindings, partial], params, (-(-width // threads), chunks, 1), {"WG": threads})
+        self.dispatch(
+            kernel, [*bindings, partial], params, (-(-width // threads), chunks, 1), {"WG": threads}
+        )
         self._add_columns(partial, out)
 
     # ---- embedding ----------------------------------------------------------------------------
@@ -107,9 +109,7 @@ class MatrixOps(Core):
             self.dispatch("embedding:backward", [ids, dy, part], params, groups)
 
     @staticmethod
-    def _embedding_params(
-        ids: Any, table: Any, y: Any, groups: int, first: int, stop: int
-    ) -> list[int]:
+    def _embedding_params(ids: Any, table: Any, y: Any, groups: int, first: int, stop: int) -> list[int]:
         return [
             ids.size, y.width, groups, ids.width, ids.offset, ids.row_stride, table.offset, table.row_stride,
             y.offset, y.row_stride, first, stop - first,
@@ -219,8 +219,8 @@ class MatrixOps(Core):
         at_a_time = max(1, _LONGEST_DISPATCH // (2 * _TILE * n * k))
         for first in range(0, tall, at_a_time):
             params = [
-                m, n, k, k_slice, x.offset, x.row_stride, y.offset, y.row_stride, target.offset, stride, m * n,
-                0 if bias is None else bias.offset, first, factor,
+                m, n, k, k_slice, x.offset, x.row_stride, y.offset, y.row_stride, target.offset, stride,
+                m * n, 0 if bias is None else bias.offset, first, factor,
             ]  # fmt: skip
             count = min(at_a_time, tall - first)
             self.dispatch("linear", [x, y, bias, target], params, (wide, count, slices), flags)

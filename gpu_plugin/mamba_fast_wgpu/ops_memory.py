@@ -146,7 +146,10 @@ class MemoryOps(Core):
             groups = -(-tensor.size // _WG)
             self.dispatch(
                 "cast:to_f32", [tensor, result],
-                [tensor.rows, tensor.width, groups, tensor.offset, tensor.row_stride, 0, tensor.width, 0, 0, 0],
+                [
+                    tensor.rows, tensor.width, groups, tensor.offset, tensor.row_stride, 0, tensor.width,
+                    0, 0, 0,
+                ],
                 groups, {"FROM": _CODES[source], "TO": 0},
             )  # fmt: skip
         return result

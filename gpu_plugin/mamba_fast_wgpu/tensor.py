@@ -130,5 +130,9 @@ def window(tensor: WgpuTensor) -> WgpuTensor:
     first = start * item // _WINDOW_ALIGNMENT * _WINDOW_ALIGNMENT
     size = -(-(stop * item - first) // 4) * 4
     return WgpuTensor(
-        Window(tensor.block, first, size), start - first // item, tensor.shape, tensor.row_stride, tensor.dtype
+        Window(tensor.block, first, size),
+        start - first // item,
+        tensor.shape,
+        tensor.row_stride,
+        tensor.dtype,
     )

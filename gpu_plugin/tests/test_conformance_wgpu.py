@@ -5,6 +5,8 @@ A software adapter allows far more than the smallest GPU does; what it does not 
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 
 from mamba_fast.testing import BackendConformance
@@ -38,9 +40,9 @@ class TestWgpuWithinTheDefaultLimits(OpChecks, ConvChecks, ScanChecks, Optimizer
     """What depends on limits: contract and memory ops do not."""
 
     backend_name = "wgpu"
-    options = {"force_limits": MINIMUM}
+    options: ClassVar = {"force_limits": MINIMUM}
 
 
 class TestWgpuWithoutSubgroups(OpChecks, ConvChecks, ScanChecks):
     backend_name = "wgpu"
-    options = {"subgroups": False}
+    options: ClassVar = {"subgroups": False}

@@ -57,7 +57,9 @@ def test_a_dispatch_beyond_the_limit_of_a_dimension_is_spread_over_two(usable_ad
     # With 3 workgroups a dimension, 7 need a grid of 3 by 3.
     backend = get_backend("wgpu", force_limits={"workgroups": 3})
     host = np.arange(7 * 256 - 5, dtype=np.float32)
-    assert np.array_equal(backend.to_host(backend.add(backend.from_host(host), backend.from_host(host))), 2 * host)
+    assert np.array_equal(
+        backend.to_host(backend.add(backend.from_host(host), backend.from_host(host))), 2 * host
+    )
 
 
 # ---- errors ------------------------------------------------------------------------------------

@@ -65,8 +65,8 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--adapter",
         metavar="NAME",
-        help="graphics adapter of a GPU backend, by a part of its name as `mamba-fast info` shows it (default: "
-        "the best)",
+        help="graphics adapter of a GPU backend, by a part of its name as `mamba-fast info` shows it "
+        "(default: the best)",
     )
     group.add_argument("--quiet", "-q", action="store_true", help="no progress and no remarks on stderr")
     group.add_argument(
