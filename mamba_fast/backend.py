@@ -109,9 +109,9 @@ class Backend(ABC):
 
     max_slab_bytes: int | None = None
     """Largest tensor that small ones are packed into, where that is less than `max_tensor_bytes`; None where
-    it is the same. Every op takes tensors up to this size, and larger ones, which are then contiguous from their
-    own first element on, are taken by the memory ops, `add`, `add_`, `scale_`, `embedding`, `linear` (as
-    table or weights), `global_norm`, `adamw_` and their backward ops."""
+    it is the same. Every op takes tensors up to this size; larger ones, contiguous, are taken by the memory
+    ops, `add`, `add_`, `scale_`, `embedding` and `linear` (as table and weights), `global_norm`, `adamw_`
+    and their backward ops."""
 
     preferred_to_cpu: bool = False
     """Whether `backend="auto"` should take this backend before the CPU kernels: True on a real GPU,

@@ -16,6 +16,10 @@ from mamba_fast_wgpu.tensor import ITEM_BYTES, WgpuTensor, reshape, shares, view
 __all__ = ["Core", "Engine", "engine", "numbered", "read_saved", "unwrap"]
 
 
+_WIDE_BYTES = 32 << 10
+"""Workgroup memory of `linear_wide.wgsl`."""
+
+
 class Engine:
     """A device with its memory, kernels and queue."""
 
@@ -81,6 +85,9 @@ class Core(Backend):
         limits = engine.device.limits
         self.max_tensor_bytes = limits.buffer_bytes & ~3
         self.max_slab_bytes = limits.binding_bytes & ~3
+        self.wide_products = limits.workgroup_bytes >= _WIDE_BYTES and not engine.device.adapter.software
+        """Whether large products have a kernel of their own; on a CPU it takes seconds to compile and gains
+        nothing."""
 
     def new(self, shape: Sequence[int], dtype: str = "f32", *, large: bool = False) -> WgpuTensor:
         """A contiguous tensor, its values undefined. Freed (to the pool) when nothing refers to it.

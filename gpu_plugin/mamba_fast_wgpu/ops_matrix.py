@@ -200,11 +200,14 @@ class MatrixOps(Core):
     ) -> None:
         """out (m, n) = alpha * op(x) (m, k) op(y) (k, n) + bias, or added to out; op transposes if asked."""
         m, n, k = shape
-        tall, wide = -(-m // _TILE), -(-n // _TILE)
+        vectors = self._in_vectors(x, y, bias, out, (k if not trans_x else m, k if trans_y else n, n))
+        large = self.wide_products and vectors and min(m, n) > _TILE
+        tile = 2 * _TILE if large else _TILE
+        tall, wide = -(-m // tile), -(-n // tile)
         slices = 1
         if bias is None and tall * wide < _ENOUGH_TILES:
             slices = max(1, min(_ENOUGH_TILES // (tall * wide), k // _SHORTEST_SLICE))
-            slices = min(slices, max(1, self.max_tensor_bytes // (4 * m * n)))
+            slices = min(slices, max(1, self.max_slab_bytes // (4 * m * n)))
         k_slice = -(-k // (16 * slices)) * 16
         slices = -(-k // k_slice)
         flags = {
@@ -216,16 +219,34 @@ class MatrixOps(Core):
         target = out if slices == 1 else self.new((slices, m * n))
         stride = out.row_stride if slices == 1 else n
         factor = float(alpha) if slices == 1 else 1.0
-        at_a_time = max(1, _LONGEST_DISPATCH // (2 * _TILE * n * k))
+        places = [
+            x.offset, x.row_stride, y.offset, y.row_stride, target.offset, stride, m * n,
+            0 if bias is None else bias.offset,
+        ]  # fmt: skip
+        if large:
+            places = [number // 4 for number in places]
+        at_a_time = max(1, _LONGEST_DISPATCH // (2 * tile * n * k))
         for first in range(0, tall, at_a_time):
-            params = [
-                m, n, k, k_slice, x.offset, x.row_stride, y.offset, y.row_stride, target.offset, stride,
-                m * n, 0 if bias is None else bias.offset, first, factor,
-            ]  # fmt: skip
-            count = min(at_a_time, tall - first)
-            self.dispatch("linear", [x, y, bias, target], params, (wide, count, slices), flags)
+            self.dispatch(
+                "linear_wide" if large else "linear",
+                [x, y, bias, target],
+                [m, n, k, k_slice, *places, first, factor],
+                (wide, min(at_a_time, tall - first), slices),
+                flags,
+            )
         if slices > 1:
             self._add_columns(target, out, float(alpha), accumulate)
+
+    @staticmethod
+    def _in_vectors(
+        x: WgpuTensor, y: WgpuTensor, bias: WgpuTensor | None, out: WgpuTensor, widths: tuple[int, ...]
+    ) -> bool:
+        """Whether rows of these widths begin and end at vectors of four."""
+        return (
+            all(width % 4 == 0 for width in widths)
+            and all(tensor.aligned(4) for tensor in (x, y, out))
+            and (bias is None or bias.offset % 4 == 0)
+        )
 
     # ---- normalisation ------------------------------------------------------------------------
 

@@ -1,13 +1,14 @@
 """Kernels: WGSL files of this package, made into pipelines on first use and kept.
 
 A kernel is named "file" or "file:entry": the file `shaders/FILE.wgsl`, whose entry point is `main` unless
-named. Before it comes `shaders/common.wgsl`, then the file is changed in two ways, both of which leave what
-is in the file valid WGSL by itself:
+named. Before it comes `shaders/common.wgsl`, then the file is changed in these ways:
 
 * `override NAME: T = value;` becomes a constant, of the value given in `constants` where there is one, so
   that loops unroll and arrays in workgroup memory can be sized by it;
 * lines between `//#if NAME` (or `//#if !NAME`), `//#else` and `//#endif` are kept or left out, by whether the
   constant of that name is given and true;
+* lines between `//#repeat NAME COUNT` and `//#endrepeat` are repeated, with ${NAME} as 0, 1 and so on:
+  compilers of shaders keep loops, and with them the arithmetic of their indices;
 * a line `//#include FILE` becomes the text of `shaders/FILE.wgsl`.
 
 Storage buffers are `@group(0)`; an entry point's bindings are those that it uses, in ascending order.
@@ -45,6 +46,14 @@ def read_shader(name: str) -> str:
 _INCLUDE = re.compile(r"^//#include (\w+)$", re.MULTILINE)
 
 
+_REPEAT = re.compile(r"^//#repeat (\w+) (\d+)\n(.*?)^//#endrepeat$", re.MULTILINE | re.DOTALL)
+
+
+def _repeat(match: re.Match[str]) -> str:
+    name, count, body = match.groups()
+    return "".join(body.replace(f"${{{name}}}", str(i)) for i in range(int(count)))
+
+
 def _choose_lines(code: str, constants: Constants) -> str:
     kept, stack = [], []
     for line in code.splitlines():
@@ -72,7 +81,7 @@ def _literal(kind: str, value: int | float | bool) -> str:
 def assemble(name: str, constants: Constants) -> str:
     """The WGSL of a file with the common helpers before it and its constants in place."""
     text = _INCLUDE.sub(lambda match: read_shader(match.group(1)), read_shader(name))
-    code = _choose_lines(read_shader("common") + "\n" + text, constants)
+    code = _REPEAT.sub(_repeat, _choose_lines(read_shader("common") + "\n" + text, constants))
 
     def fix(match: re.Match[str]) -> str:
         known, kind, default = match.groups()

@@ -7,6 +7,7 @@ import pytest
 
 from mamba_fast.backend import BackendError
 from mamba_fast.registry import get_backend
+from mamba_fast.testing.tolerances import relative_l2, tolerance
 from mamba_fast_wgpu import pipelines
 from mamba_fast_wgpu.core import Engine
 from mamba_fast_wgpu.device import open_device
@@ -60,6 +61,35 @@ def test_a_dispatch_beyond_the_limit_of_a_dimension_is_spread_over_two(usable_ad
     assert np.array_equal(
         backend.to_host(backend.add(backend.from_host(host), backend.from_host(host))), 2 * host
     )
+
+
+# ---- the kernel for large products, which software adapters do without --------------------------
+
+
+@pytest.mark.slow  # a software adapter compiles it for seconds, once for each way of transposing
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs"),
+    [(130, 132, 72), (65, 68, 20), (256, 128, 1040)],
+    ids=["tails", "less_than_a_tile", "slices_of_k"],
+)
+def test_large_products_match_float64(wgpu, monkeypatch, rows, outputs, inputs):
+    monkeypatch.setattr(wgpu, "wide_products", True)
+    rng = np.random.default_rng(0)
+    x, w, dy = (rng.standard_normal(s) for s in ((rows, inputs), (outputs, inputs), (rows, outputs)))
+    # Columns of wider tensors, which begin at a multiple of four elements.
+    tensors = [
+        wgpu.view(wgpu.from_host(np.pad(a, ((0, 0), (4, 8)))), -1, 4, 4 + a.shape[1]) for a in (x, w, dy)
+    ]
+    dw, dx = wgpu.from_host(w), wgpu.from_host(x)
+    y, saved = wgpu.linear(tensors[0], tensors[1], alpha=0.5)
+    wgpu.linear_backward(tensors[2], saved, tensors[1], dw=dw, alpha=0.5, out=dx, accumulate=True)
+    assert relative_l2(wgpu.to_host(y), 0.5 * x @ w.T) <= tolerance("wgpu", "output")
+    assert relative_l2(wgpu.to_host(dx), x + 0.5 * dy @ w) <= tolerance("wgpu", "gradient")
+    assert relative_l2(wgpu.to_host(dw), w + 0.5 * dy.T @ x) <= tolerance("wgpu", "gradient")
+
+
+def test_a_device_of_the_smallest_limits_does_without_the_kernel_for_large_products(usable_adapter):
+    assert not get_backend("wgpu", force_limits={"workgroup_bytes": 16 << 10}).wide_products
 
 
 # ---- errors ------------------------------------------------------------------------------------
@@ -144,6 +174,13 @@ def test_conditional_lines_are_kept_by_their_constant(monkeypatch):
     monkeypatch.setattr(pipelines, "read_shader", lambda name: "" if name == "common" else code)
     assert pipelines.assemble("x", {"WIDE": True}).split() == ["wide"]
     assert pipelines.assemble("x", {}).split() == ["narrow", "again"]
+
+
+def test_lines_are_repeated_with_their_number(monkeypatch):
+    code = "//#repeat i 3\nvar c${i} = ${i}u;\n//#endrepeat\nend\n"
+    monkeypatch.setattr(pipelines, "read_shader", lambda name: "" if name == "common" else code)
+    words = [line for line in pipelines.assemble("x", {}).split("\n") if line]
+    assert words == ["var c0 = 0u;", "var c1 = 1u;", "var c2 = 2u;", "end"]
 
 
 def test_an_entry_point_binds_what_it_and_its_callees_use():
