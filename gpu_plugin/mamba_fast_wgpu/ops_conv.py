@@ -9,10 +9,10 @@ from mamba_fast.backend import Tensor
 from mamba_fast_wgpu.core import Core, read_saved
 from mamba_fast_wgpu.tensor import WgpuTensor
 
-__all__ = ["ConvOps", "ConvSaved"]
+__all__ = ["TILE", "ConvOps", "ConvSaved"]
 
 _LANES = 64
-_TILE = 64
+TILE = 64
 """Steps that one invocation walks."""
 
 
@@ -60,8 +60,8 @@ class ConvOps(Core):
         y: Any = self.new(x.shape) if out is None else out
         final_state = self.new((batch, taps - 1, width))
         constants = {
-            "K": taps, "TILE": _TILE, "SILU": activation == "silu", "HAS_BIAS": bias is not None,
-            "HAS_STATE": state is not None, "HAS_STARTS": seq_start is not None,
+            "K": taps, "SHORT": taps <= 4, "TILE": TILE, "SILU": activation == "silu",
+            "HAS_BIAS": bias is not None, "HAS_STATE": state is not None, "HAS_STARTS": seq_start is not None,
             "HAS_LENGTHS": lengths is not None,
         }  # fmt: skip
         operands = [x, w, bias, state, seq_start, lengths, y, final_state]
@@ -70,7 +70,7 @@ class ConvOps(Core):
                 "conv1d_forward",
                 operands,
                 [length, width, *_places(*operands), first],
-                (_up(width, _LANES), _up(length, _TILE), rows),
+                (_up(width, _LANES), _up(length, TILE), rows),
                 constants,
             )
         if not grad:
@@ -112,7 +112,7 @@ class ConvOps(Core):
         dx: Any = self.new(s.x.shape) if out is None else out
         d_state = self.new((batch, past, width)) if need_d_initial_state else None
         masked = s.seq_start is not None or s.lengths is not None
-        tiles = _up(length, _TILE)
+        tiles = _up(length, TILE)
         bias_at = taps * width
         state_at = bias_at + width
         d_final_at = state_at + batch * past * width
@@ -129,8 +129,8 @@ class ConvOps(Core):
             ]  # fmt: skip
 
         constants = {
-            "K": taps, "TILE": _TILE, "SILU": s.silu, "MASKED": masked, "HAS_BIAS": s.bias is not None,
-            "HAS_STATE": s.initial_state is not None, "HAS_D_FINAL": d_final is not None,
+            "K": taps, "SHORT": taps <= 4, "TILE": TILE, "SILU": s.silu, "MASKED": masked,
+            "HAS_BIAS": s.bias is not None, "HAS_STATE": s.initial_state is not None, "HAS_D_FINAL": d_final is not None,
             "HAS_STARTS": s.seq_start is not None, "HAS_LENGTHS": s.lengths is not None,
             "HAS_DW": dw is not None, "HAS_DBIAS": dbias is not None,
         }  # fmt: skip

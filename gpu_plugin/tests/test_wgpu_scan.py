@@ -1,5 +1,5 @@
-"""The scan's ways of running: in pieces that fit a small device, in segments side by side, and for subgroups of
-every width that a GPU may have."""
+"""The scan's ways of running: in pieces that fit a small device, in segments side by side, and for
+subgroups of every width that a GPU may have."""
 
 from __future__ import annotations
 

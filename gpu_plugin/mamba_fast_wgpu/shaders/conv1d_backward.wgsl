@@ -9,7 +9,8 @@
 // `scratch` takes the gradients of the initial states, then each tile's share of (dw, dbias), which
 // `reduce` adds up in order.
 
-override K: u32 = 4;           // taps
+//#include conv1d_window
+
 override TILE: u32 = 64;       // steps of an invocation
 override SILU: bool = true;
 override MASKED: bool = false;
@@ -108,6 +109,81 @@ fn pack(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     }
 }
 
+struct Row {
+    batch: u32,
+    e: u32,
+    length: u32,
+    first: u32,          // steps of the tile
+    end: u32,
+    taps: Window,
+    bias: f32,
+}
+
+struct Slide {
+    window: Window,      // inputs
+    pending: Window,     // their gradients so far
+    dw: Window,
+    dbias: f32,
+    last_start: u32,     // the count of the last restart, plus 1; 0: none
+}
+
+// One step on. `i` counts steps from PAST before t = 0, so that t = i - PAST; x and dy are those of that step,
+// flag is 2 where there is none.
+fn slide(row: Row, before: Slide, i: u32, x: f32, dy: f32, flag: f32) -> Slide {
+    var s = before;
+    if MASKED && flag == 1.0 {
+        s.window = empty();
+        s.last_start = i + 1u;
+    }
+    s.window = push(s.window, x);
+    s.pending = push(s.pending, 0.0);
+    if i < row.first + PAST {
+        return s;
+    }
+    if flag < 2.0 {
+        var g = dy;
+        if SILU {
+            g = g * silu_prime(weighed(row.bias, row.taps, s.window));
+        }
+        // Taps that reach before the last restart have no part in the sum.
+        s.pending = spread(s.pending, row.taps, g, i + 1u - select(0u, s.last_start - 1u, s.last_start > 0u));
+        if i - PAST < row.end {
+            s.dw = spread(s.dw, s.window, g, K);
+            s.dbias = s.dbias + g;
+        }
+    }
+    // The input PAST steps back has all its shares.
+    var out = s.pending[PAST];
+    let source = i - PAST;              // its count
+    if HAS_D_FINAL {
+        // It is entry `source - length` of the final state, unless a restart came after it.
+        if source >= row.length && source < row.length + PAST && source + 1u >= s.last_start {
+            let entry = row.batch * PAST + (source - row.length);
+            out = out + packed_in[params.d_final_at + entry * params.width + row.e];
+        }
+    }
+    if source < PAST {
+        if row.first == 0u {
+            scratch[(row.batch * PAST + source) * params.width + row.e] = out;
+        }
+    } else if source - PAST >= row.first && source - PAST < row.end {
+        let t = source - PAST;
+        let at = params.dx.x + (row.batch * params.length + t) * params.dx.y + row.e;
+        dx_out[at] = select(0.0, out, t < row.length);
+    }
+    return s;
+}
+
+fn flag_at(row: Row, t: u32) -> f32 {
+    if t >= row.length {
+        return 2.0;
+    }
+    if MASKED {
+        return packed_in[params.flags_at + row.batch * params.length + t];
+    }
+    return 0.0;
+}
+
 @compute @workgroup_size(64)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
     let e = group.x * 64u + lane;
@@ -115,107 +191,57 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     if e >= params.width {
         return;
     }
-    var taps: array<f32, K>;
-    var window: array<f32, K>;      // the newest input first
-    var pending: array<f32, K>;     // their gradients so far
-    var dw: array<f32, K>;
-    var dbias = 0.0;
-    for (var k = 0u; k < K; k = k + 1u) {
-        taps[k] = packed_in[k * params.width + e];
-        window[k] = 0.0;
-        pending[k] = 0.0;
-        dw[k] = 0.0;
-    }
-    let bias = packed_in[params.bias_at + e];
     let first = group.y * TILE;
-    let end = min(first + TILE, params.length);
-    var last_start = 0u;            // in the count below, plus 1; 0: none
-    var length = params.length;
+    let bias = packed_in[params.bias_at + e];
+    var row = Row(batch, e, params.length, first, min(first + TILE, params.length), empty(), bias);
+    for (var k = 0u; k < K; k = k + 1u) {
+        row.taps = filled(row.taps, k, packed_in[k * params.width + e]);
+    }
     if MASKED && packed_in[params.flags_at + (batch + 1u) * params.length - 1u] == 2.0 {
         // The first step beyond the row's length, by halving.
         var low = 1u;
-        while low < length {
-            let middle = (low + length) / 2u;
+        while low < row.length {
+            let middle = (low + row.length) / 2u;
             if packed_in[params.flags_at + batch * params.length + middle] == 2.0 {
-                length = middle;
+                row.length = middle;
             } else {
                 low = middle + 1u;
             }
         }
     }
 
-    // i counts steps from PAST before t = 0, so that t = i - PAST. The window fills during PAST steps; and
-    // the last input of the tile has its gradient PAST steps after it.
-    for (var i = first; i < end + 2u * PAST; i = i + 1u) {
-        var restart = false;
-        let is_step = i >= PAST;
-        let t = i - select(i, PAST, is_step);
-        let live = is_step && t < length;
-        if MASKED && live {
-            restart = packed_in[params.flags_at + batch * params.length + t] == 1.0;
+    var s = Slide(empty(), empty(), empty(), 0.0, 0u);
+    // The window fills during PAST steps before the tile.
+    for (var i = first; i < first + PAST; i = i + 1u) {
+        if i < PAST {
+            s = slide(row, s, i, packed_in[params.state_at + (batch * PAST + i) * params.width + e], 0.0, 0.0);
+        } else {
+            let x = x_in[params.x.x + (batch * params.length + i - PAST) * params.x.y + e];
+            let flag = flag_at(row, i - PAST);
+            s = slide(row, s, i, select(0.0, x, flag < 2.0), 0.0, flag);
         }
-        if restart {
-            last_start = i + 1u;
-        }
-        for (var k = PAST; k > 0u; k = k - 1u) {
-            window[k] = select(window[k - 1u], 0.0, restart);
-            pending[k] = pending[k - 1u];
-        }
-        window[0] = 0.0;
-        pending[0] = 0.0;
-        if live {
-            window[0] = x_in[params.x.x + (batch * params.length + t) * params.x.y + e];
-        } else if !is_step {
-            window[0] = packed_in[params.state_at + (batch * PAST + i) * params.width + e];
-        }
-        if live && i >= first + PAST {
-            var g = dy_in[params.dy.x + (batch * params.length + t) * params.dy.y + e];
-            if SILU {
-                var sum = bias;
-                for (var k = 0u; k < K; k = k + 1u) {
-                    sum = fma(taps[k], window[k], sum);
-                }
-                g = g * silu_prime(sum);
-            }
-            for (var k = 0u; k < K; k = k + 1u) {
-                // Taps that reach before the last restart have no part in the sum.
-                if i >= k && i - k + 1u >= last_start {
-                    pending[k] = fma(taps[k], g, pending[k]);
-                    if t < end {
-                        dw[k] = fma(window[k], g, dw[k]);
-                    }
-                }
-            }
-            if t < end {
-                dbias = dbias + g;
-            }
-        }
-        // The input PAST steps back has all its shares.
-        if i >= first + PAST {
-            var out = pending[PAST];
-            let source = i - PAST;              // its count
-            if HAS_D_FINAL {
-                // It is entry `source - length` of the final state, unless a restart came after it.
-                if source >= length && source < length + PAST && source + 1u >= last_start {
-                    let row = batch * PAST + (source - length);
-                    out = out + packed_in[params.d_final_at + row * params.width + e];
-                }
-            }
-            if source < PAST {
-                if first == 0u {
-                    scratch[(batch * PAST + source) * params.width + e] = out;
-                }
-            } else if source - PAST >= first && source - PAST < end {
-                let at = params.dx.x + (batch * params.length + source - PAST) * params.dx.y + e;
-                dx_out[at] = select(0.0, out, source - PAST < length);
-            }
-        }
+    }
+    // The last input of the tile has its gradient PAST steps after it.
+    let last = params.length - 1u;
+    for (var t = first; t < row.end + PAST; t = t + 4u) {
+        let ts = vec4<u32>(t, t + 1u, t + 2u, t + 3u);
+        let rows = batch * params.length + min(ts, vec4<u32>(last));
+        let at = params.x.x + e + rows * params.x.y;
+        let at_y = params.dy.x + e + rows * params.dy.y;
+        let x = vec4<f32>(x_in[at.x], x_in[at.y], x_in[at.z], x_in[at.w]);
+        let dy = vec4<f32>(dy_in[at_y.x], dy_in[at_y.y], dy_in[at_y.z], dy_in[at_y.w]);
+        let f = vec4<f32>(flag_at(row, ts.x), flag_at(row, ts.y), flag_at(row, ts.z), flag_at(row, ts.w));
+        let live = select(vec4<f32>(0.0), x, f < vec4<f32>(2.0));
+        s = slide(row, s, t + PAST, live.x, dy.x, f.x);
+        s = slide(row, s, t + PAST + 1u, live.y, dy.y, f.y);
+        s = slide(row, s, t + PAST + 2u, live.z, dy.z, f.z);
+        s = slide(row, s, t + PAST + 3u, live.w, dy.w, f.w);
     }
     let share = (batch * params.tiles + group.y) * (K + 1u);
     for (var k = 0u; k < K; k = k + 1u) {
-        scratch[params.shares_at + (share + k) * params.width + e] = dw[k];
+        scratch[params.shares_at + (share + k) * params.width + e] = s.dw[k];
     }
-    scratch[params.shares_at + (share + K) * params.width + e] = dbias;
+    scratch[params.shares_at + (share + K) * params.width + e] = s.dbias;
 }
 
 var<workgroup> partial: array<f32, 64>;

@@ -1,8 +1,10 @@
 // Causal depthwise convolution with SiLU (SPEC 2.3, 2.4): one invocation computes TILE steps of one
-// channel, its last K inputs in a window that slides along. At a restart the window is emptied, which is
-// all that there is to "no tap reaches before it"; the window after a row's last step is the final state.
+// channel, its last K inputs in a window that slides along; four steps are loaded at a time, so that their
+// way from memory overlaps. At a restart the window is emptied, which is all that there is to "no tap
+// reaches before it"; the window after a row's last step is the final state.
 
-override K: u32 = 4;           // taps
+//#include conv1d_window
+
 override TILE: u32 = 64;       // steps of an invocation
 override SILU: bool = true;
 override HAS_BIAS: bool = false;
@@ -34,22 +36,55 @@ struct Params {
 @group(0) @binding(6) var<storage, read_write> y_out: array<f32>;
 @group(0) @binding(7) var<storage, read_write> final_out: array<f32>;
 
-// The input t - PAST steps from the start, PAST = K - 1: the first PAST of them are the initial state.
-fn input_at(batch: u32, e: u32, t: u32) -> f32 {
-    if t >= K - 1u {
-        return x_in[params.x.x + (batch * params.length + t - (K - 1u)) * params.x.y + e];
-    }
+const PAST: u32 = K - 1u;
+
+// What came `back` steps before t = 0, 1 <= back <= PAST.
+fn state_at(batch: u32, e: u32, back: u32) -> f32 {
     if HAS_STATE {
-        return state_in[params.state.x + (batch * (K - 1u) + t) * params.state.y + e];
+        return state_in[params.state.x + (batch * PAST + (PAST - back)) * params.state.y + e];
     }
     return 0.0;
 }
 
-fn starts_at(batch: u32, t: u32) -> bool {
+fn is_start(batch: u32, t: u32) -> bool {
     if HAS_STARTS {
         return starts_in[params.starts.x + batch * params.starts.y + t] != 0;
     }
     return false;
+}
+
+// The window one step on.
+fn slide(w: Window, x: f32, restart: bool) -> Window {
+    if HAS_STARTS && restart {
+        return push(empty(), x);
+    }
+    return push(w, x);
+}
+
+struct Row {
+    batch: u32,
+    e: u32,
+    length: u32,
+    taps: Window,
+    bias: f32,
+}
+
+// Stores the output of step t and, after a row's last one, the final state.
+fn emit(row: Row, w: Window, t: u32) {
+    var sum = weighed(row.bias, row.taps, w);
+    if SILU {
+        sum = silu(sum);
+    }
+    if t < params.length {
+        let live = t < row.length;
+        y_out[params.y.x + (row.batch * params.length + t) * params.y.y + row.e] = select(0.0, sum, live);
+    }
+    if t + 1u == row.length {
+        for (var k = 0u; k < PAST; k = k + 1u) {
+            let at = row.batch * PAST + (PAST - (k + 1u));
+            final_out[params.final_state.x + at * params.final_state.y + row.e] = w[k];
+        }
+    }
 }
 
 @compute @workgroup_size(64)
@@ -59,59 +94,38 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     if e >= params.width {
         return;
     }
-    var length = params.length;
+    var row = Row(batch, e, params.length, empty(), 0.0);
     if HAS_LENGTHS {
-        length = min(length, u32(lengths_in[params.lengths.x + batch]));
+        row.length = min(row.length, u32(lengths_in[params.lengths.x + batch]));
     }
-    var bias = 0.0;
     if HAS_BIAS {
-        bias = bias_in[params.bias.x + e];
+        row.bias = bias_in[params.bias.x + e];
     }
-    var taps: array<f32, K>;
-    var window: array<f32, K>;      // the newest input first
     for (var k = 0u; k < K; k = k + 1u) {
-        taps[k] = w_in[params.w.x + e * params.w.y + k];
-        window[k] = 0.0;
+        row.taps = filled(row.taps, k, w_in[params.w.x + e * params.w.y + k]);
     }
     let first = group.y * TILE;
     let end = min(first + TILE, params.length);
-    // Counted from K - 1 steps before the tile, which only fill the window.
-    for (var i = first; i < end + (K - 1u); i = i + 1u) {
-        if i >= K - 1u && i - (K - 1u) >= length {
-            break;
-        }
-        if HAS_STARTS && i >= K - 1u {
-            if starts_at(batch, i - (K - 1u)) {
-                for (var k = 0u; k < K; k = k + 1u) {
-                    window[k] = 0.0;
-                }
-            }
-        }
-        for (var k = K - 1u; k > 0u; k = k - 1u) {
-            window[k] = window[k - 1u];
-        }
-        window[0] = input_at(batch, e, i);
-        if i >= first + (K - 1u) {
-            let t = i - (K - 1u);
-            var sum = bias;
-            for (var k = 0u; k < K; k = k + 1u) {
-                sum = fma(taps[k], window[k], sum);
-            }
-            if SILU {
-                sum = silu(sum);
-            }
-            y_out[params.y.x + (batch * params.length + t) * params.y.y + e] = sum;
-            if t == length - 1u {
-                for (var k = 0u; k + 1u < K; k = k + 1u) {
-                    let row = batch * (K - 1u) + ((K - 1u) - (k + 1u));
-                    final_out[params.final_state.x + row * params.final_state.y + e] = window[k];
-                }
-            }
+    let base = params.x.x + batch * params.length * params.x.y + e;
+    let last = params.length - 1u;
+    var w = empty();
+    for (var back = PAST; back > 0u; back = back - 1u) {
+        if first >= back {
+            w = slide(w, x_in[base + (first - back) * params.x.y], is_start(batch, first - back));
+        } else {
+            w = push(w, state_at(batch, e, back - first));
         }
     }
-    if HAS_LENGTHS {
-        for (var t = max(first, length); t < end; t = t + 1u) {
-            y_out[params.y.x + (batch * params.length + t) * params.y.y + e] = 0.0;
-        }
+    for (var t = first; t < end; t = t + 4u) {
+        let at = base + min(vec4<u32>(t, t + 1u, t + 2u, t + 3u), vec4<u32>(last)) * params.x.y;
+        let x = vec4<f32>(x_in[at.x], x_in[at.y], x_in[at.z], x_in[at.w]);
+        w = slide(w, x.x, is_start(batch, t));
+        emit(row, w, t);
+        w = slide(w, x.y, is_start(batch, min(t + 1u, last)));
+        emit(row, w, t + 1u);
+        w = slide(w, x.z, is_start(batch, min(t + 2u, last)));
+        emit(row, w, t + 2u);
+        w = slide(w, x.w, is_start(batch, min(t + 3u, last)));
+        emit(row, w, t + 3u);
     }
 }

@@ -62,6 +62,7 @@ const BURST: u32 = select(8u, 4u, SPAN == 8u);
 
 var<workgroup> inputs: array<vec4<f32>, 256>;           // [8][WIDTH] of (Delta, u, gy, flag)
 var<workgroup> gates: array<f32, 256>;                  // [8][WIDTH]: dz / y
+var<workgroup> weights: array<vec4<f32>, 64>;           // [8][b, c][4]
 var<workgroup> shares: array<f32, GROUPS * BURST * 32u>;
 
 struct Loaded {
@@ -71,10 +72,11 @@ struct Loaded {
     z: vec2<f32>,
     flag: vec2<f32>,
     h: vec4<f32>,        // the state before the tile
+    weight: vec4<f32>,
 }
 
 // What invocation `lane` fetches for a chunk: steps lane / 32 and 4 more of channel e_loads; the kept state of
-// its own channel e.
+// its own channel e; the lower half of them, one vec4 of b and c.
 fn fetch(batch: u32, chunk: u32, e_loads: u32, e: u32, lane: u32) -> Loaded {
     var loaded: Loaded;
     let t = vec2<u32>(chunk * 8u + lane / WIDTH) + vec2<u32>(0u, 4u);
@@ -98,44 +100,47 @@ fn fetch(batch: u32, chunk: u32, e_loads: u32, e: u32, lane: u32) -> Loaded {
     if MASKED {
         let quads = (params.length + 3u) / 4u;
         let at = params.flags_at + batch * quads;
-        for (var i = 0u; i < 2u; i = i + 1u) {
-            if t[i] < params.length {
-                loaded.flag[i] = packed[at + t[i] / 4u][t[i] % 4u];
-            }
+        if t.x < params.length {
+            loaded.flag.x = packed[at + t.x / 4u][t.x % 4u];
+        }
+        if t.y < params.length {
+            loaded.flag.y = packed[at + t.y / 4u][t.y % 4u];
         }
     }
+    let row = batch * params.length + min(chunk * 8u + (lane % 64u) / 8u, params.length - 1u);
+    loaded.weight = packed[params.rows_at + row * 8u + lane % 8u];
     loaded.h = kept[((batch * params.slots + chunk) * params.width + e) * 4u + lane % 4u];
     return loaded;
 }
 
+// One step of one channel into workgroup memory; returns gy u.
+fn put_step(raw: f32, given_u: f32, dy: f32, z: f32, flag: f32, at: u32, inside: bool) -> f32 {
+    var step = raw;
+    if SOFTPLUS {
+        step = softplus(raw);
+    }
+    let live = inside && flag < 2.0;
+    var g = dy;
+    //#if READ_Z
+    let open = sigmoid(z);
+    gates[at] = select(0.0, g * (open * fma(z, 1.0 - open, 1.0)), live);
+    g = g * (z * open);
+    //#endif
+    // The exponential loses a NaN in Delta: the input takes it along.
+    let u = select(given_u, raw, is_nan(raw));
+    inputs[at] = select(vec4<f32>(0.0, 0.0, 0.0, flag), vec4<f32>(step, u, g, flag), live);
+    return select(0.0, g * u, live);
+}
+
 // Into workgroup memory; returns the sum of gy u over the two steps.
 fn put(loaded: Loaded, bias: f32, lane: u32, inside: bool) -> f32 {
-    var sum = 0.0;
-    for (var i = 0u; i < 2u; i = i + 1u) {
-        let raw = loaded.delta[i] + bias;
-        var step = raw;
-        if SOFTPLUS {
-            step = softplus(raw);
-        }
-        let at = (lane / WIDTH + 4u * i) * WIDTH + lane % WIDTH;
-        let live = inside && loaded.flag[i] < 2.0;
-        var g = loaded.dy[i];
-        //#if READ_Z
-        let z = loaded.z[i];
-        let open = sigmoid(z);
-        gates[at] = select(0.0, g * (open * fma(z, 1.0 - open, 1.0)), live);
-        g = g * (z * open);
-        //#endif
-        // The exponential loses a NaN in Delta: the input takes it along.
-        let u = select(loaded.u[i], raw, is_nan(raw));
-        var input = vec4<f32>(0.0, 0.0, 0.0, loaded.flag[i]);
-        if live {
-            input = vec4<f32>(step, u, g, loaded.flag[i]);
-            sum = fma(g, u, sum);
-        }
-        inputs[at] = input;
+    if lane < 64u {
+        weights[lane] = loaded.weight;
     }
-    return sum;
+    let raw = loaded.delta + bias;
+    let on = lane + 4u * WIDTH;
+    return put_step(raw.x, loaded.u.x, loaded.dy.x, loaded.z.x, loaded.flag.x, lane, inside)
+        + put_step(raw.y, loaded.u.y, loaded.dy.y, loaded.z.y, loaded.flag.y, on, inside);
 }
 
 // What walks back along a channel.
@@ -154,8 +159,8 @@ struct Channel {
 }
 
 fn retreat(w: Walk, before: vec4<f32>, now: Step, input: vec4<f32>, weights_at: u32, channel: Channel) -> Walk {
-    let vb = packed[weights_at];
-    let vc = packed[weights_at + 4u];
+    let vb = weights[weights_at];
+    let vc = weights[weights_at + 4u];
     let restart = MASKED && input.w == 1.0;
     var next: Walk;
     let h = select(before, vec4<f32>(0.0), restart);
@@ -288,44 +293,38 @@ fn main(
         let x5 = inputs[channel + 5u * WIDTH];
         let x6 = inputs[channel + 6u * WIDTH];
         let x7 = inputs[channel + 7u * WIDTH];
-        let rows = vec4<u32>(batch * params.length)
-            + min(vec4<u32>(t0, t0 + 1u, t0 + 2u, t0 + 3u), vec4<u32>(params.length - 1u));
-        let rows_on = vec4<u32>(batch * params.length)
-            + min(vec4<u32>(t0 + 4u, t0 + 5u, t0 + 6u, t0 + 7u), vec4<u32>(params.length - 1u));
-        let at = params.rows_at + rows * 8u + q;
-        let at_on = params.rows_at + rows_on * 8u + q;
-        let s0 = advance(kept_of(start, x0), x0.x, x0.y, packed[at.x], a2, constant.ia);
-        let s1 = advance(kept_of(s0.h, x1), x1.x, x1.y, packed[at.y], a2, constant.ia);
-        let s2 = advance(kept_of(s1.h, x2), x2.x, x2.y, packed[at.z], a2, constant.ia);
-        let s3 = advance(kept_of(s2.h, x3), x3.x, x3.y, packed[at.w], a2, constant.ia);
-        let s4 = advance(kept_of(s3.h, x4), x4.x, x4.y, packed[at_on.x], a2, constant.ia);
-        let s5 = advance(kept_of(s4.h, x5), x5.x, x5.y, packed[at_on.y], a2, constant.ia);
-        let s6 = advance(kept_of(s5.h, x6), x6.x, x6.y, packed[at_on.z], a2, constant.ia);
-        let s7 = advance(kept_of(s6.h, x7), x7.x, x7.y, packed[at_on.w], a2, constant.ia);
+        let s0 = advance(kept_of(start, x0), x0.x, x0.y, weights[q], a2, constant.ia);
+        let s1 = advance(kept_of(s0.h, x1), x1.x, x1.y, weights[8u + q], a2, constant.ia);
+        let s2 = advance(kept_of(s1.h, x2), x2.x, x2.y, weights[16u + q], a2, constant.ia);
+        let s3 = advance(kept_of(s2.h, x3), x3.x, x3.y, weights[24u + q], a2, constant.ia);
+        let s4 = advance(kept_of(s3.h, x4), x4.x, x4.y, weights[32u + q], a2, constant.ia);
+        let s5 = advance(kept_of(s4.h, x5), x5.x, x5.y, weights[40u + q], a2, constant.ia);
+        let s6 = advance(kept_of(s5.h, x6), x6.x, x6.y, weights[48u + q], a2, constant.ia);
+        let s7 = advance(kept_of(s6.h, x7), x7.x, x7.y, weights[56u + q], a2, constant.ia);
         var y = vec2<f32>(0.0);
         //#if WRITE_DZ
         y.x = sum_quads(vec4<f32>(
-            dot(s0.h, packed[at.x + 4u]), dot(s1.h, packed[at.y + 4u]),
-            dot(s2.h, packed[at.z + 4u]), dot(s3.h, packed[at.w + 4u])), q);
+            dot(s0.h, weights[4u + q]), dot(s1.h, weights[12u + q]),
+            dot(s2.h, weights[20u + q]), dot(s3.h, weights[28u + q])), q);
         y.y = sum_quads(vec4<f32>(
-            dot(s4.h, packed[at_on.x + 4u]), dot(s5.h, packed[at_on.y + 4u]),
-            dot(s6.h, packed[at_on.z + 4u]), dot(s7.h, packed[at_on.w + 4u])), q);
+            dot(s4.h, weights[36u + q]), dot(s5.h, weights[44u + q]),
+            dot(s6.h, weights[52u + q]), dot(s7.h, weights[60u + q])), q);
         //#endif
 
         w.d_a = vec4<f32>(0.0);
-        w = retreat(w, s6.h, s7, x7, at_on.w, constant);
+        w = retreat(w, s6.h, s7, x7, 56u + q, constant);
         share(w, 7u, lane);
         var to_delta = vec4<f32>(0.0, 0.0, 0.0, w.to_delta);
         var to_x = vec4<f32>(0.0, 0.0, 0.0, w.to_x);
-        w = retreat(w, s5.h, s6, x6, at_on.z, constant);
+        w = retreat(w, s5.h, s6, x6, 48u + q, constant);
         share(w, 6u, lane);
         to_delta.z = w.to_delta;
         to_x.z = w.to_x;
-        w = retreat(w, s4.h, s5, x5, at_on.y, constant);
+        w = retreat(w, s4.h, s5, x5, 40u + q, constant);
         share(w, 5u, lane);
         to_delta.y = w.to_delta;
         to_x.y = w.to_x;
-        w = retreat(w, s3.h, s4, x4, at_on.x, constant);
+        w = retreat(w, s3.h, s4, x4, 32u + q, constant);
         share(w, 4u, lane);
         to_delta.x = w.to_delta;
         to_x.x = w.to_x;
@@ -337,19 +336,19 @@ fn main(
             collect(t0 + 4u, share_row, lane);
             workgroupBarrier();
         }
-        w = retreat(w, s2.h, s3, x3, at.w, constant);
+        w = retreat(w, s2.h, s3, x3, 24u + q, constant);
         share(w, 3u, lane);
         to_delta.w = w.to_delta;
         to_x.w = w.to_x;
-        w = retreat(w, s1.h, s2, x2, at.z, constant);
+        w = retreat(w, s1.h, s2, x2, 16u + q, constant);
         share(w, 2u, lane);
         to_delta.z = w.to_delta;
         to_x.z = w.to_x;
-        w = retreat(w, s0.h, s1, x1, at.y, constant);
+        w = retreat(w, s0.h, s1, x1, 8u + q, constant);
         share(w, 1u, lane);
         to_delta.y = w.to_delta;
         to_x.y = w.to_x;
-        w = retreat(w, start, s0, x0, at.x, constant);
+        w = retreat(w, start, s0, x0, q, constant);
         share(w, 0u, lane);
         to_delta.x = w.to_delta;
         to_x.x = w.to_x;

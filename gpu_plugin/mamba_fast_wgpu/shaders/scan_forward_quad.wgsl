@@ -80,29 +80,87 @@ fn fetch(batch: u32, t0: u32, e: u32, lane: u32) -> Loaded {
     return loaded;
 }
 
-fn put(loaded: Loaded, bias: f32, batch: u32, t0: u32, lane: u32, turn: u32) {
-    for (var i = 0u; i < 4u; i = i + 1u) {
-        let t = t0 + lane / WIDTH + 4u * i;
-        let raw = loaded.delta[i] + bias;
-        var step = raw;
-        if SOFTPLUS {
-            step = softplus(raw);
-        }
-        // The exponential loses a NaN in Delta: the input takes it along.
-        var input = vec2<f32>(step, select(loaded.u[i], raw, is_nan(raw)));
-        var beyond = t >= params.length;
-        if MASKED && !beyond {
-            let quads = (params.length + 3u) / 4u;
-            beyond = packed[params.flags_at + batch * quads + t / 4u][t % 4u] == 2.0;
-        }
-        if beyond {
-            input = vec2<f32>(0.0);
-        }
-        inputs[(turn * TILE + lane / WIDTH + 4u * i) * WIDTH + lane % WIDTH] = input;
+// One step of one channel into workgroup memory.
+fn put_step(raw: f32, u: f32, batch: u32, t: u32, at: u32) {
+    var step = raw;
+    if SOFTPLUS {
+        step = softplus(raw);
     }
+    var beyond = t >= params.length;
+    if MASKED && !beyond {
+        let quads = (params.length + 3u) / 4u;
+        beyond = packed[params.flags_at + batch * quads + t / 4u][t % 4u] == 2.0;
+    }
+    // The exponential loses a NaN in Delta: the input takes it along.
+    inputs[at] = select(vec2<f32>(step, select(u, raw, is_nan(raw))), vec2<f32>(0.0), beyond);
+}
+
+fn put(loaded: Loaded, bias: f32, batch: u32, t0: u32, lane: u32, turn: u32) {
+    let t = t0 + lane / WIDTH;
+    let at = turn * TILE * WIDTH + lane;
+    put_step(loaded.delta.x + bias, loaded.u.x, batch, t, at);
+    put_step(loaded.delta.y + bias, loaded.u.y, batch, t + 4u, at + 4u * WIDTH);
+    put_step(loaded.delta.z + bias, loaded.u.z, batch, t + 8u, at + 8u * WIDTH);
+    put_step(loaded.delta.w + bias, loaded.u.w, batch, t + 12u, at + 12u * WIDTH);
     weights[turn * 128u + lane] = loaded.weight;
     if lane < TILE {
         flags[turn * TILE + lane] = loaded.flag;
+    }
+}
+
+// What does not change along a channel, for one lane of it.
+struct Channel {
+    q: u32,
+    number: u32,         // in the workgroup
+    e: u32,
+    inside: bool,
+    batch: u32,
+    a2: vec4<f32>,
+    ia: vec4<f32>,
+    skip: f32,
+}
+
+// Four steps from t on, which are `part` quarters into the tile; returns the state after them.
+fn walk(c: Channel, before: vec4<f32>, turn: u32, part: u32, t: u32, end: u32, gate: f32) -> vec4<f32> {
+    let input_at = (turn * TILE + 4u * part) * WIDTH + c.number;
+    let weight_at = turn * 128u + 32u * part + c.q;
+    let flag_at = turn * TILE + 4u * part;
+    let x0 = inputs[input_at];
+    let x1 = inputs[input_at + WIDTH];
+    let x2 = inputs[input_at + 2u * WIDTH];
+    let x3 = inputs[input_at + 3u * WIDTH];
+    var h = before;
+    if MASKED && flags[flag_at] == 1.0 { h = vec4<f32>(0.0); }
+    h = advance(h, x0.x, x0.y, weights[weight_at], c.a2, c.ia).h;
+    let y0 = dot(h, weights[weight_at + 4u]);
+    if MASKED && flags[flag_at + 1u] == 1.0 { h = vec4<f32>(0.0); }
+    h = advance(h, x1.x, x1.y, weights[weight_at + 8u], c.a2, c.ia).h;
+    let y1 = dot(h, weights[weight_at + 12u]);
+    if MASKED && flags[flag_at + 2u] == 1.0 { h = vec4<f32>(0.0); }
+    h = advance(h, x2.x, x2.y, weights[weight_at + 16u], c.a2, c.ia).h;
+    let y2 = dot(h, weights[weight_at + 20u]);
+    if MASKED && flags[flag_at + 3u] == 1.0 { h = vec4<f32>(0.0); }
+    h = advance(h, x3.x, x3.y, weights[weight_at + 24u], c.a2, c.ia).h;
+    let y3 = dot(h, weights[weight_at + 28u]);
+
+    var out = sum_quads(vec4<f32>(y0, y1, y2, y3), c.q);
+    out = fma(c.skip, inputs[input_at + c.q * WIDTH].y, out);
+    if GATED {
+        out = out * silu(gate);
+    }
+    if MASKED {
+        out = select(out, 0.0, flags[flag_at + c.q] == 2.0);
+    }
+    if c.inside && t + c.q < end {
+        y_out[params.y.x + (c.batch * params.row_step + t + c.q) * params.y.y + c.e] = out;
+    }
+    return h;
+}
+
+// Keeps the state before step t, except a segment's first, which is there already.
+fn keep(c: Channel, h: vec4<f32>, t: u32, first: u32, end: u32) {
+    if KEEP && c.inside && t < end && t > first {
+        kept[((c.batch * params.slots + t / 8u) * params.width + c.e) * 4u + c.q] = h;
     }
 }
 
@@ -130,9 +188,7 @@ fn main(
     let batch = group.y;
     let segment = group.z;
     let a = packed[e * 5u + q];
-    let a2 = a * LOG2E;
-    let ia = 1.0 / a;
-    let skip = packed[e * 5u + 4u].y;
+    let c = Channel(q, channel, e, inside, batch, a * LOG2E, 1.0 / a, packed[e * 5u + 4u].y);
     let bias = packed[e_loads * 5u + 4u].x;
     let chunks = (params.length + 7u) / 8u;
     let first = segment * params.segment_chunks;
@@ -151,43 +207,12 @@ fn main(
             let at = params.z.x + e + (batch * params.row_step + t) * params.z.y;
             gates = vec4<f32>(z_in[at.x], z_in[at.y], z_in[at.z], z_in[at.w]);
         }
-        for (var part = 0u; part < 4u; part = part + 1u) {
-            let t = t0 + 4u * part;
-            let input_at = (turn * TILE + 4u * part) * WIDTH + channel;
-            let weight_at = turn * 128u + 32u * part + q;
-            let flag_at = turn * TILE + 4u * part;
-            if KEEP && part % 2u == 0u && inside && t < end && t > first * 8u {
-                kept[((batch * params.slots + t / 8u) * params.width + e) * 4u + q] = h;
-            }
-            let x0 = inputs[input_at];
-            let x1 = inputs[input_at + WIDTH];
-            let x2 = inputs[input_at + 2u * WIDTH];
-            let x3 = inputs[input_at + 3u * WIDTH];
-            if MASKED && flags[flag_at] == 1.0 { h = vec4<f32>(0.0); }
-            h = advance(h, x0.x, x0.y, weights[weight_at], a2, ia).h;
-            let y0 = dot(h, weights[weight_at + 4u]);
-            if MASKED && flags[flag_at + 1u] == 1.0 { h = vec4<f32>(0.0); }
-            h = advance(h, x1.x, x1.y, weights[weight_at + 8u], a2, ia).h;
-            let y1 = dot(h, weights[weight_at + 12u]);
-            if MASKED && flags[flag_at + 2u] == 1.0 { h = vec4<f32>(0.0); }
-            h = advance(h, x2.x, x2.y, weights[weight_at + 16u], a2, ia).h;
-            let y2 = dot(h, weights[weight_at + 20u]);
-            if MASKED && flags[flag_at + 3u] == 1.0 { h = vec4<f32>(0.0); }
-            h = advance(h, x3.x, x3.y, weights[weight_at + 24u], a2, ia).h;
-            let y3 = dot(h, weights[weight_at + 28u]);
-
-            var out = sum_quads(vec4<f32>(y0, y1, y2, y3), q);
-            out = fma(skip, inputs[input_at + q * WIDTH].y, out);
-            if GATED {
-                out = out * silu(gates[part]);
-            }
-            if inside && t + q < end {
-                if MASKED {
-                    out = select(out, 0.0, flags[flag_at + q] == 2.0);
-                }
-                y_out[params.y.x + (batch * params.row_step + t + q) * params.y.y + e] = out;
-            }
-        }
+        keep(c, h, t0, first * 8u, end);
+        h = walk(c, h, turn, 0u, t0, end, gates.x);
+        h = walk(c, h, turn, 1u, t0 + 4u, end, gates.y);
+        keep(c, h, t0 + 8u, first * 8u, end);
+        h = walk(c, h, turn, 2u, t0 + 8u, end, gates.z);
+        h = walk(c, h, turn, 3u, t0 + 12u, end, gates.w);
         t0 = t0 + TILE;
         turn = 1u - turn;
         put(loaded, bias, batch, t0, lane, turn);
