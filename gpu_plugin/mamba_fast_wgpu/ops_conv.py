@@ -130,7 +130,8 @@ class ConvOps(Core):
 
         constants = {
             "K": taps, "SHORT": taps <= 4, "TILE": TILE, "SILU": s.silu, "MASKED": masked,
-            "HAS_BIAS": s.bias is not None, "HAS_STATE": s.initial_state is not None, "HAS_D_FINAL": d_final is not None,
+            "HAS_BIAS": s.bias is not None, "HAS_STATE": s.initial_state is not None,
+            "HAS_D_FINAL": d_final is not None,
             "HAS_STARTS": s.seq_start is not None, "HAS_LENGTHS": s.lengths is not None,
             "HAS_DW": dw is not None, "HAS_DBIAS": dbias is not None,
         }  # fmt: skip

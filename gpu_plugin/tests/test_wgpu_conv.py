@@ -10,7 +10,7 @@ from mamba_fast.registry import get_backend
 from mamba_fast.testing.cases import CONV_CASES, ConvCase, inputs
 from mamba_fast.testing.runs import reference, run_conv
 from mamba_fast.testing.tolerances import relative_l2, tolerance
-from mamba_fast_wgpu import device
+from mamba_fast_wgpu import device, ops_conv
 from mamba_fast_wgpu.ops_conv import TILE
 
 pytestmark = pytest.mark.skipif(
@@ -25,7 +25,6 @@ CASES = (
     replace(_LONG, name="long_one_tap", taps=1),
     replace(_LONG, name="long_two_taps_no_masks", taps=2, seq_start=False, lengths=False),
     replace(_LONG, name="long_six_taps", taps=6, activation=None),
-    replace(_LONG, name="more_taps_than_a_tile", taps=TILE + 5, width=3, seq_start=False),
     replace(_LONG, name="whole_tiles", length=2 * TILE, lengths=False, d_final_state=False),
     replace(_LONG, name="whole_tile_and_one", length=TILE + 1, seq_start=False, lengths=False),
 )
@@ -41,6 +40,16 @@ def compare(case: ConvCase) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_convolution_of_several_tiles_equals_the_oracle(case: ConvCase) -> None:
     compare(case)
+
+
+def test_taps_may_reach_beyond_the_tile_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops_conv, "TILE", 8)
+    compare(replace(_FULL, name="more_taps_than_a_tile", taps=11, length=45))
+    compare(
+        replace(
+            _FULL, name="more_taps_than_a_tile_no_masks", taps=11, length=45, seq_start=False, lengths=False
+        )
+    )
 
 
 def test_restarts_at_the_seams_of_tiles_are_kept() -> None:

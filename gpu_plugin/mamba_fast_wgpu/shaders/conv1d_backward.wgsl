@@ -223,6 +223,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     }
     // The last input of the tile has its gradient PAST steps after it.
     let last = params.length - 1u;
+    //#if SHORT
     for (var t = first; t < row.end + PAST; t = t + 4u) {
         let ts = vec4<u32>(t, t + 1u, t + 2u, t + 3u);
         let rows = batch * params.length + min(ts, vec4<u32>(last));
@@ -237,6 +238,15 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
         s = slide(row, s, t + PAST + 2u, live.z, dy.z, f.z);
         s = slide(row, s, t + PAST + 3u, live.w, dy.w, f.w);
     }
+    //#else
+    for (var t = first; t < row.end + PAST; t = t + 1u) {
+        let at = batch * params.length + min(t, last);
+        let x = x_in[params.x.x + at * params.x.y + e];
+        let dy = dy_in[params.dy.x + at * params.dy.y + e];
+        let f = flag_at(row, t);
+        s = slide(row, s, t + PAST, select(0.0, x, f < 2.0), dy, f);
+    }
+    //#endif
     let share = (batch * params.tiles + group.y) * (K + 1u);
     for (var k = 0u; k < K; k = k + 1u) {
         scratch[params.shares_at + (share + k) * params.width + e] = s.dw[k];

@@ -116,6 +116,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
             w = push(w, state_at(batch, e, back - first));
         }
     }
+    //#if SHORT
     for (var t = first; t < end; t = t + 4u) {
         let at = base + min(vec4<u32>(t, t + 1u, t + 2u, t + 3u), vec4<u32>(last)) * params.x.y;
         let x = vec4<f32>(x_in[at.x], x_in[at.y], x_in[at.z], x_in[at.w]);
@@ -128,4 +129,10 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
         w = slide(w, x.w, is_start(batch, min(t + 3u, last)));
         emit(row, w, t + 3u);
     }
+    //#else
+    for (var t = first; t < end; t = t + 1u) {
+        w = slide(w, x_in[base + t * params.x.y], is_start(batch, t));
+        emit(row, w, t);
+    }
+    //#endif
 }
