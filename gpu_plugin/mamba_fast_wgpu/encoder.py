@@ -15,7 +15,7 @@ import numpy as np
 import wgpu
 
 from mamba_fast_wgpu.device import SLOT_BYTES, Device, translated
-from mamba_fast_wgpu.memory import Block, Pool
+from mamba_fast_wgpu.memory import Block, Pool, Window
 from mamba_fast_wgpu.pipelines import Pipelines
 from mamba_fast_wgpu.tensor import WgpuTensor
 
@@ -52,7 +52,11 @@ class Encoder:
         self._pass: Any = None
         self._pipeline: Any = None
         self._group: Any = None
-        self._groups: dict[Any, Any] = {}
+        self.bind_groups = 0
+        """Bind groups made so far: none is, once a training step has come round."""
+        # Pipeline and bind group by kernel, constants and what is bound; and the keys by buffer.
+        self._ready: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+        self._keys: dict[int, set[tuple[Any, ...]]] = {}
         self._reader: Any = None
         self._reader_size = 0
         # What is bound for an argument that is left out: one to read, one to write.
@@ -77,8 +81,8 @@ class Encoder:
             "file" or "file:entry", see `pipelines`
         bindings
             a tensor, a block, a window or None (an argument left out) for each storage buffer that the entry
-            point uses, in the order of its binding numbers. Buffers are bound whole: offsets and strides are the
-            kernel's parameters
+            point uses, in the order of its binding numbers. Buffers are bound whole: offsets and strides are
+            the kernel's parameters
         params
             the parameters in the order of the kernel's struct: an int becomes u32 or i32, a float f32
         groups
@@ -93,42 +97,80 @@ class Encoder:
             groups = (groups, 1, 1) if groups <= limit else (limit, -(-groups // limit), 1)
         if self._slots == FLUSH_AFTER:
             self.flush()
-        made = self.pipelines.get(kernel, constants)
-        blocks = self._blocks(made.access, bindings, kernel)
-        if self._conflict(made.access, blocks):
-            made = self.pipelines.get(kernel, constants, True)
-            blocks = self._blocks(made.access, bindings, kernel)
+        blocks = [
+            None if given is None else given.block if type(given) is WgpuTensor else given
+            for given in bindings
+        ]
+        key = (
+            kernel,
+            tuple(constants.items()) if constants else (),
+            *[-1 if block is None else block.key for block in blocks],
+        )
+        pipeline, group = self._ready.get(key) or self._prepare(key, kernel, constants, blocks)
         slot = self._slots * SLOT_BYTES
         self._pack(slot, params)
-        group = self._bind(made, blocks)
         if self._pass is None:
             self._begin()
         work = self._pass
-        if self._pipeline is not made.pipeline:
-            work.set_pipeline(made.pipeline)
-            self._pipeline = made.pipeline
+        if self._pipeline is not pipeline:
+            work.set_pipeline(pipeline)
+            self._pipeline = pipeline
         if self._group is not group:
             work.set_bind_group(0, group)
             self._group = group
         work.set_bind_group(1, self._ring_group, [slot])
         work.dispatch_workgroups(*groups)
+        submission = self.submission
         for block in blocks:
-            block.used = self.submission
+            if block is not None:
+                block.used = submission
         self._slots += 1
         self.dispatches += 1
 
-    def _blocks(self, access: str, bindings: Sequence[Any], kernel: str) -> list[Block]:
-        if len(bindings) != len(access):
-            raise ValueError(f"kernel {kernel} has {len(access)} storage buffers, given {len(bindings)}")
-        return [
-            self._absent[how] if given is None else given.block if type(given) is WgpuTensor else given
-            for how, given in zip(access, bindings, strict=True)
+    def _prepare(
+        self,
+        key: tuple[Any, ...],
+        kernel: str,
+        constants: Mapping[str, int | float | bool],
+        given: Sequence[Block | Window | None],
+    ) -> tuple[Any, Any]:
+        """Pipeline and bind group for what is bound, kept under the key."""
+        self._forget()
+        made = self.pipelines.get(kernel, constants)
+        if len(given) != len(made.access):
+            raise ValueError(f"kernel {kernel} has {len(made.access)} storage buffers, given {len(given)}")
+        uses = [(how, block.serial) for how, block in zip(made.access, given, strict=True) if block]
+        written = {serial for how, serial in uses if how == "w"}
+        if any(how == "r" and serial in written for how, serial in uses):
+            made = self.pipelines.get(kernel, constants, True)
+        blocks = [
+            self._absent[how] if block is None else block
+            for how, block in zip(made.access, given, strict=True)
         ]
+        for block in blocks:
+            if block.size > self.device.limits.binding_bytes:
+                raise ValueError(
+                    f"kernel {made.label} was given a tensor of {block.size} bytes, more than the "
+                    f"{self.device.limits.binding_bytes} that this device can bind: use smaller tensors"
+                )
+        group = self.device.bind_group(
+            made.layout, [(block.buffer, block.start, block.size) for block in blocks]
+        )
+        self.bind_groups += 1
+        self._ready[key] = made.pipeline, group
+        for block in blocks:
+            self._keys.setdefault(block.serial, set()).add(key)
+        return made.pipeline, group
 
-    @staticmethod
-    def _conflict(access: str, blocks: list[Block]) -> bool:
-        written = {block.serial for how, block in zip(access, blocks, strict=True) if how == "w"}
-        return any(how == "r" and block.serial in written for how, block in zip(access, blocks, strict=True))
+    def _forget(self) -> None:
+        """Drop bind groups of destroyed buffers, and the oldest where there are too many."""
+        for serial in self.pool.dropped:
+            for key in self._keys.pop(serial, ()):
+                self._ready.pop(key, None)
+        self.pool.dropped.clear()
+        if len(self._ready) >= _MAX_GROUPS:
+            for key in list(self._ready)[: _MAX_GROUPS // 2]:
+                del self._ready[key]
 
     def _pack(self, slot: int, params: Sequence[int | float]) -> None:
         kinds = tuple(map(type, params))
@@ -140,47 +182,12 @@ class Encoder:
                 raise ValueError(f"{form.size} bytes of parameters, at most {SLOT_BYTES}")
         try:
             form.pack_into(self._parameters, slot, *params)
-        except struct.error:  # a negative number, or a float beyond float32
+        except (struct.error, OverflowError):  # a negative number, or one that float32 does not hold
             words = [
                 _float_bits(value) if isinstance(value, float) else int(value) & 0xFFFFFFFF
                 for value in params
             ]
             struct.pack_into(f"<{len(words)}I", self._parameters, slot, *words)
-        except OverflowError:
-            words = [
-                _float_bits(value) if isinstance(value, float) else int(value) & 0xFFFFFFFF
-                for value in params
-            ]
-            struct.pack_into(f"<{len(words)}I", self._parameters, slot, *words)
-
-    def _bind(self, made: Any, blocks: list[Block]) -> Any:
-        key = (made.access, *[(block.serial, block.start) for block in blocks])
-        group = self._groups.get(key)
-        if group is None:
-            self._forget()
-            for block in blocks:
-                if block.size > self.device.limits.binding_bytes:
-                    raise ValueError(
-                        f"kernel {made.label} was given a tensor of {block.size} bytes, more than the "
-                        f"{self.device.limits.binding_bytes} that this device can bind: use smaller tensors"
-                    )
-            group = self.device.bind_group(
-                made.layout, [(block.buffer, block.start, block.size) for block in blocks]
-            )
-            self._groups[key] = group
-        return group
-
-    def _forget(self) -> None:
-        """Drop bind groups of destroyed buffers, and the oldest where there are too many."""
-        if self.pool.dropped:
-            gone = set(self.pool.dropped)
-            self.pool.dropped.clear()
-            self._groups = {
-                key: group for key, group in self._groups.items() if gone.isdisjoint(s for s, _ in key[1:])
-            }
-        if len(self._groups) >= _MAX_GROUPS:
-            for key in list(self._groups)[: _MAX_GROUPS // 2]:
-                del self._groups[key]
 
     def _begin(self) -> None:
         self.device.check_process()

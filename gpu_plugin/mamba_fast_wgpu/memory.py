@@ -7,6 +7,7 @@ host, which overtakes recorded commands, has to look at `Block.used` first (see 
 
 from __future__ import annotations
 
+import heapq
 from typing import Any, ClassVar
 
 from mamba_fast_wgpu.device import Device
@@ -29,6 +30,10 @@ class Block:
     """A buffer and its way back to the pool. Tensors hold it; it holds nothing else."""
 
     __slots__ = ("__weakref__", "buffer", "pool", "serial", "size", "used")
+
+    @property
+    def key(self) -> int:
+        return self.serial
 
     start: ClassVar[int] = 0
     """Where in the buffer what is bound begins, in bytes."""
@@ -65,6 +70,10 @@ class Window:
         return self.block.serial
 
     @property
+    def key(self) -> tuple[int, int, int]:
+        return self.block.serial, self.start, self.size
+
+    @property
     def used(self) -> int:
         return self.block.used
 
@@ -97,7 +106,9 @@ class Pool:
         size = size_class(size, limits.binding_bytes if size <= limits.binding_bytes else limits.buffer_bytes)
         free = self._free.get(size)
         if free:
-            serial, used = free.pop()
+            # The oldest of them, not the last: then a step that begins with the same buffers free takes the
+            # same ones for the same tensors, and finds its bind groups made.
+            serial, used = heapq.heappop(free)
             self.pooled_bytes -= size
         else:
             serial, used = self._serial, -1
@@ -122,7 +133,7 @@ class Pool:
         self.live_blocks -= 1
         self.live_bytes -= block.size
         self.pooled_bytes += block.size
-        self._free.setdefault(block.size, []).append((block.serial, block.used))
+        heapq.heappush(self._free.setdefault(block.size, []), (block.serial, block.used))
 
     def trim(self) -> None:
         """Give the memory of all waiting buffers back to the device.
