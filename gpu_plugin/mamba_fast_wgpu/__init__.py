@@ -42,4 +42,5 @@ def create_backend(
     from mamba_fast_wgpu.backend import WgpuBackend
     from mamba_fast_wgpu.core import engine
 
-    return WgpuBackend(engine(adapter=adapter, force_limits=force_limits, subgroups=subgroups))
+    options = {"adapter": adapter, "force_limits": force_limits, "subgroups": subgroups}
+    return WgpuBackend(engine(**options), options)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from mamba_fast_wgpu.core import Engine
+from typing import Any
+
+from mamba_fast_wgpu.core import Engine, engine
 from mamba_fast_wgpu.device import adapters_in_detail
 from mamba_fast_wgpu.ops_conv import ConvOps
 from mamba_fast_wgpu.ops_matrix import MatrixOps
@@ -11,6 +13,10 @@ from mamba_fast_wgpu.ops_scan import ScanOps
 from mamba_fast_wgpu.ops_training import TrainingOps
 
 __all__ = ["WgpuBackend"]
+
+
+def _create_with(options: dict[str, Any]) -> WgpuBackend:
+    return WgpuBackend(engine(**options), options)
 
 
 class WgpuBackend(MemoryOps, MatrixOps, ConvOps, ScanOps, TrainingOps):
@@ -22,9 +28,15 @@ class WgpuBackend(MemoryOps, MatrixOps, ConvOps, ScanOps, TrainingOps):
     name = "wgpu"
     api_version = (1, 0)
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, options: dict[str, Any] | None = None) -> None:
         super().__init__(engine)
+        self.options = options or {}
+        """What `create_backend` was called with."""
         self.preferred_to_cpu = not engine.device.adapter.software
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy or an unpickled backend takes the engine of its own process for these options.
+        return _create_with, (self.options,)
 
     @property
     def live_tensors_bytes(self) -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 
@@ -90,6 +93,12 @@ def test_large_products_match_float64(wgpu, monkeypatch, rows, outputs, inputs):
 
 def test_a_device_of_the_smallest_limits_does_without_the_kernel_for_large_products(usable_adapter):
     assert not get_backend("wgpu", force_limits={"workgroup_bytes": 16 << 10}).wide_products
+
+
+def test_a_copied_or_pickled_backend_is_one_of_the_same_device(usable_adapter):
+    backend = get_backend("wgpu", subgroups=False)
+    for twin in (copy.copy(backend), copy.deepcopy(backend), pickle.loads(pickle.dumps(backend))):
+        assert twin.engine is backend.engine
 
 
 # ---- errors ------------------------------------------------------------------------------------
