@@ -191,9 +191,10 @@ class Encoder:
 
     def _begin(self) -> None:
         self.device.check_process()
-        if self._encoder is None:
-            self._encoder = self.device.handle.create_command_encoder()
-        self._pass = self._encoder.begin_compute_pass()
+        with translated("recording work"):
+            if self._encoder is None:
+                self._encoder = self.device.handle.create_command_encoder()
+            self._pass = self._encoder.begin_compute_pass()
         self._pipeline = self._group = None
 
     def _end_pass(self) -> None:

@@ -11,10 +11,10 @@ import pytest
 from mamba_fast.backend import BackendError
 from mamba_fast.registry import get_backend
 from mamba_fast.testing.tolerances import relative_l2, tolerance
-from mamba_fast_wgpu import pipelines
+from mamba_fast_wgpu import device, pipelines
 from mamba_fast_wgpu.core import Engine
 from mamba_fast_wgpu.device import open_device
-from mamba_fast_wgpu.errors import DeviceLostError, ShaderError, WgpuError
+from mamba_fast_wgpu.errors import DeviceLostError, DeviceOutOfMemoryError, ShaderError, WgpuError
 
 
 @pytest.fixture(scope="module")
@@ -26,11 +26,11 @@ def wgpu(usable_adapter):
 
 
 def test_forced_limits_hold_on_the_device_itself(usable_adapter):
-    device = open_device(force_limits={"storage_buffers": 8, "workgroup_bytes": 16384, "invocations": 256})
-    assert device.limits.storage_buffers == 8
-    assert device.handle.limits["max-storage-buffers-per-shader-stage"] == 8
-    assert device.handle.limits["max-compute-workgroup-storage-size"] == 16384
-    assert device.handle.limits["max-compute-invocations-per-workgroup"] == 256
+    opened = open_device(force_limits={"storage_buffers": 8, "workgroup_bytes": 16384, "invocations": 256})
+    assert opened.limits.storage_buffers == 8
+    assert opened.handle.limits["max-storage-buffers-per-shader-stage"] == 8
+    assert opened.handle.limits["max-compute-workgroup-storage-size"] == 16384
+    assert opened.handle.limits["max-compute-invocations-per-workgroup"] == 256
 
 
 @pytest.mark.parametrize(
@@ -111,10 +111,49 @@ def test_an_allocation_that_cannot_succeed_is_a_typed_error(wgpu):
 
 def test_a_lost_device_is_a_typed_error_that_says_what_to_do(usable_adapter):
     engine = Engine(open_device())
+    block = engine.pool.take(16)
     engine.device.handle.destroy()
-    with pytest.raises((DeviceLostError, WgpuError)) as caught:
-        engine.encoder.read(engine.pool.take(16), 0, 16)
+    for call in (lambda: engine.encoder.read(block, 0, 16), lambda: engine.pool.take(1 << 20)):
+        with pytest.raises(DeviceLostError, match="device was lost.* start again from the last checkpoint"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("error", "typed", "message"),
+    [
+        (
+            device.wgpu.GPUOutOfMemoryError("no"),
+            DeviceOutOfMemoryError,
+            "making x: .*out of memory; use a smaller",
+        ),
+        (device.wgpu.GPUValidationError("Not enough memory left."), DeviceOutOfMemoryError, "out of memory"),
+        (device.wgpu.GPUValidationError("Parent device is lost"), DeviceLostError, "the device was lost"),
+        (device.wgpu.GPUValidationError("nonsense"), WgpuError, "making x: nonsense"),
+    ],
+    ids=["memory", "memory_in_words", "lost", "other"],
+)
+def test_errors_of_the_api_become_typed_ones(error, typed, message):
+    with pytest.raises(typed, match=message) as caught, device.translated("making x"):
+        raise error
+    assert type(caught.value) is typed
     assert isinstance(caught.value, BackendError)
+
+
+def test_memory_that_is_pooled_is_given_back_before_an_allocation_fails(usable_adapter, monkeypatch):
+    engine = Engine(open_device())
+    engine.pool.take(1000)  # returns to the pool at once
+    real, calls = engine.device.storage_buffer, []
+
+    def full_at_first(size):
+        calls.append(size)
+        if len(calls) == 1:
+            raise DeviceOutOfMemoryError("full")
+        return real(size)
+
+    monkeypatch.setattr(engine.device, "storage_buffer", full_at_first)
+    block = engine.pool.take(5000)
+    assert block.size >= 5000
+    assert engine.pool.pooled_bytes == 0
 
 
 def test_a_kernel_that_does_not_compile_is_a_typed_error_that_names_kernel_and_adapter(wgpu):
