@@ -262,7 +262,7 @@ class ScanOps(Core):
             )  # fmt: skip
         sums = None
         if segments > 1:
-            sums = self.engine.pool.take(4 * cut.rows * segments * width)
+            sums = self.engine.pool.take(8 * cut.rows * segments * width)
             params = [
                 cut.rows, cut.steps, length, width, slots, segment_chunks if grad else 1, segments,
                 segment_chunks, rows_at, flags_at, *_place(s.u, row), *_place(s.delta, row), 0, 0, 0, 0,

@@ -6,10 +6,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mamba_fast.registry import get_backend
-from mamba_fast.testing.cases import SCAN_CASES, ScanCase
+from mamba_fast.testing.cases import SCAN_CASES, ScanCase, inputs
 from mamba_fast.testing.runs import reference, run_scan
 from mamba_fast.testing.tolerances import relative_l2, tolerance
 from mamba_fast_wgpu import device
@@ -129,6 +130,23 @@ def test_the_widths_of_subgroups_do_not_change_the_outputs_bits(segments: int) -
         results.append(run_scan(backend, ALL_STATES))
     for name in ("y", "final_state", "du", "ddelta", "dz", "d_a"):
         assert results[0][name].tobytes() == results[1][name].tobytes(), name
+
+
+@needs_adapter
+def test_segments_take_negative_steps() -> None:
+    case = replace(PLAIN, name="negative_steps", width=9, delta_bias=False)
+    host = inputs(case)
+    results = []
+    for backend in (get_backend("oracle"), get_backend("wgpu")):
+        if backend.name == "wgpu":
+            backend.emulated_span, backend.forced_segments = 32, 3
+        t = {name: backend.from_host(array) for name, array in host.items() if array.dtype == np.float32}
+        delta = backend.from_host(-0.2 * host["delta"])
+        y, _, saved = backend.selective_scan(t["u"], delta, t["a"], t["b"], t["c"], delta_softplus=False)
+        grads = backend.selective_scan_backward(t["dy"], saved)
+        results.append([backend.to_host(tensor) for tensor in (y, grads.du, grads.ddelta)])
+    for expected, actual in zip(*results, strict=True):
+        assert relative_l2(actual, expected) <= tolerance("wgpu", "output")
 
 
 @needs_adapter

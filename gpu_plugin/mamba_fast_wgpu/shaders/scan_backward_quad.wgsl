@@ -155,6 +155,7 @@ struct Walk {
 
 struct Channel {
     a: vec4<f32>,
+    a2: vec4<f32>,
     ia: vec4<f32>,
 }
 
@@ -165,10 +166,12 @@ fn retreat(w: Walk, before: vec4<f32>, now: Step, input: vec4<f32>, weights_at: 
     var next: Walk;
     let h = select(before, vec4<f32>(0.0), restart);
     let dh = fma(vec4<f32>(input.z), vc, w.carry);
-    let through = fma(now.em1, dh, dh);
+    let decay = is_decay(input.x * channel.a2);
+    let through = fma(now.exp, dh, select(dh, vec4<f32>(0.0), decay));
     next.d_c = input.z * now.h;
     if ZOH {
-        let dhg = dh * (now.em1 * channel.ia);
+        let em1 = select(now.exp, now.exp - 1.0, decay);
+        let dhg = dh * (em1 * channel.ia);
         let ub = input.y * vb;
         next.d_b = dhg * input.y;
         next.to_delta = dot(through, fma(h, channel.a, ub));
@@ -181,7 +184,7 @@ fn retreat(w: Walk, before: vec4<f32>, now: Step, input: vec4<f32>, weights_at: 
         p = fma(p, z, vec4<f32>(1.249989271e-01));
         p = fma(p, z, vec4<f32>(3.333333135e-01));
         p = fma(p, z, vec4<f32>(5.000000000e-01));
-        let far = fma(z, now.em1 + 1.0, -now.em1) * (channel.ia * channel.ia);
+        let far = fma(z, em1 + 1.0, -em1) * (channel.ia * channel.ia);
         let slope = select(far, p * (input.x * input.x), abs(z) < vec4<f32>(0.34657359));
         next.d_a = fma(through * h, vec4<f32>(input.x), fma(dh * ub, slope, w.d_a));
     } else {
@@ -259,7 +262,7 @@ fn main(
     let segment = group.z;
     let a = packed[e * 5u + q];
     let a2 = a * LOG2E;
-    let constant = Channel(a, 1.0 / a);
+    let constant = Channel(a, a2, 1.0 / a);
     let skip = packed[e * 5u + 4u].y;
     let bias = packed[e_loads * 5u + 4u].x;
     let chunks = (params.length + 7u) / 8u;

@@ -15,19 +15,27 @@ fn exp2_minus_one(t: vec4<f32>) -> vec4<f32> {
     return select(exp2(t) - 1.0, q * t, abs(t) < vec4<f32>(0.5));
 }
 
-// A state one step on, and expm1(Delta A). h + em1 (h + x) keeps the distance of a decay from 1; a decay near 0
-// costs the last place of the state before, which the input outweighs.
+// A state one step on, and what the way back needs of exp(Delta A): itself below 2^-0.5, else less 1, so that
+// neither form cancels (`is_decay` tells them apart). h + em1 (h + x) keeps the distance of a decay from 1; a decay
+// near 0 costs the last place of the state before, which the input outweighs. The gradient of A does not bear that,
+// since it multiplies by Delta A.
 struct Step {
     h: vec4<f32>,
-    em1: vec4<f32>,
+    exp: vec4<f32>,
+}
+
+fn is_decay(t: vec4<f32>) -> vec4<bool> {
+    return t < vec4<f32>(-0.5);
 }
 
 fn advance(h: vec4<f32>, step: f32, u: f32, vb: vec4<f32>, a2: vec4<f32>, ia: vec4<f32>) -> Step {
-    let em1 = exp2_minus_one(step * a2);
+    let t = step * a2;
+    let em1 = exp2_minus_one(t);
+    let coded = select(em1, exp2(t), is_decay(t));
     if ZOH {
-        return Step(fma(em1, fma(u * vb, ia, h), h), em1);
+        return Step(fma(em1, fma(u * vb, ia, h), h), coded);
     }
-    return Step(fma(vec4<f32>(u * step), vb, fma(em1, h, h)), em1);
+    return Step(fma(vec4<f32>(u * step), vb, fma(em1, h, h)), coded);
 }
 
 // A value of the lane whose number differs in the bits of `mask`.

@@ -9,8 +9,8 @@
 // scan_forward_quad.wgsl.
 //
 // Slot s of `kept` (`slot_step` apart) is the state at the beginning of segment s; slot s of `carry` the
-// gradient of that at its end. `sums` holds (batch, segments, E): the sum of Delta since the last restart,
-// negative if there was one.
+// gradient of that at its end. `sums` holds (batch, segments, E): the sum of Delta, and 1 if there was
+// a restart.
 
 //#include scan_quad
 
@@ -44,7 +44,7 @@ struct Params {
 @group(0) @binding(4) var<storage, read> packed: array<vec4<f32>>;
 @group(0) @binding(5) var<storage, read_write> kept: array<vec4<f32>>;
 @group(0) @binding(6) var<storage, read_write> carry: array<vec4<f32>>;
-@group(0) @binding(7) var<storage, read_write> sums: array<f32>;
+@group(0) @binding(7) var<storage, read_write> sums: array<vec2<f32>>;
 
 var<workgroup> inputs: array<vec4<f32>, 256>;   // [8][WIDTH] of (Delta, u or gy, flag, 0)
 
@@ -137,7 +137,8 @@ fn states(
         let slot = batch * params.slots + (segment + 1u) * params.slot_step;
         kept[(slot * params.width + me.e) * 4u + q] = h;
         if q == 0u {
-            sums[(batch * params.segments + segment) * params.width + me.e] = select(sum, -1.0, broken);
+            sums[(batch * params.segments + segment) * params.width + me.e] =
+                vec2<f32>(sum, select(0.0, 1.0, broken));
         }
     }
 }
@@ -202,9 +203,9 @@ fn gradients(
 }
 
 // x exp(A sum); 0 after a restart
-fn passed_on(x: vec4<f32>, sum: f32, a: vec4<f32>) -> vec4<f32> {
-    let em1 = exp2_minus_one(sum * (a * LOG2E));
-    return select(fma(em1, x, x), vec4<f32>(0.0), sum < 0.0);
+fn passed_on(x: vec4<f32>, sum: vec2<f32>, a: vec4<f32>) -> vec4<f32> {
+    let em1 = exp2_minus_one(sum.x * (a * LOG2E));
+    return select(fma(em1, x, x), vec4<f32>(0.0), sum.y > 0.0);
 }
 
 // One invocation for four states of one channel of one batch row.
