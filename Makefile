@@ -13,7 +13,7 @@ KERNELS := $(wildcard mamba_fast/*.pyx mamba_fast/*.pxi mamba_fast/*.pxd mamba_f
 STARTED := $(shell date +%s)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test conformance bench lint format dev dist clean
+.PHONY: help demo test conformance bench bench-compare bench-ops bench-peers lint format dev dist clean
 .DELETE_ON_ERROR:
 
 help:
@@ -21,7 +21,10 @@ help:
 	@echo "make test         set up, run all tests (< 10 minutes; ARGS=\"-m 'not slow'\" for the quick ones)"
 	@echo "make dev          set up $(VENV) and rebuild the kernels that changed"
 	@echo "make conformance  the backend contract on every backend of the checkout"
-	@echo "make bench        benchmarks of the ops and of a training step"
+	@echo "make bench        the table of docs/performance.md, measured here (8 minutes; the peers need bench-peers)"
+	@echo "make bench-compare  the same, and fail where a ratio is a fifth worse than this machine's baseline"
+	@echo "make bench-ops    every op, a block, training and decoding, with pytest-benchmark"
+	@echo "make bench-peers  install what the table compares with (torch, transformers, mambapy)"
 	@echo "make lint         ruff and cython-lint;  make format  lets ruff rewrite the files"
 	@echo "make dist         sdist and wheel in dist/"
 	@echo "make clean        remove what the targets above made"
@@ -69,8 +72,37 @@ test: $(VENV)/.kernels
 conformance: $(VENV)/.kernels
 	@$(PY) -m pytest -k "conformance" $(ARGS)
 
+# The peers have an environment of their own: nothing else here needs torch. A torch for the CPU alone is enough,
+# and PEERS_PIP can say where from: make bench-peers PEERS_PIP="--find-links DIRECTORY".
+PEERS     := build/bench-venv
+PEERS_PIP ?=
+
+$(PEERS)/.installed: pyproject.toml
+	@echo "Setting up $(PEERS) ..."
+	@$(PYTHON) -m venv $(PEERS)
+	@$(PEERS)/bin/python -m pip --quiet --disable-pip-version-check install $(PEERS_PIP) \
+		$$($(PEERS)/bin/python -c '$(BENCH_NEEDS)')
+	@touch $@
+
+# What a benchmark run imports, without the package itself: it runs from the checkout.
+BENCH_NEEDS := import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; o = p["optional-dependencies"]; \
+	print(*p["dependencies"], *o["bench"], *o["plot"], *(n for e in o for n in o[e] if e.startswith("bench-")))
+
+bench-peers: $(PEERS)/.installed
+
+# The environment with the peers where there is one; BENCH_PY=python names another. What chooses OpenBLAS's kernels
+# and blocking by hand would move the floor, so it is left out.
+BENCH_PY ?= $(if $(wildcard $(PEERS)/.installed),$(PEERS)/bin/python,$(PY))
+BENCH    := env -u OPENBLAS_CORETYPE -u OPENBLAS_L2_SIZE PYTHONPATH=. $(BENCH_PY)
+
 bench: $(VENV)/.kernels
-	@$(PY) -m pytest bench --benchmark-enable --benchmark-only $(ARGS)
+	@$(BENCH) bench/table.py $(ARGS)
+
+bench-compare: $(VENV)/.kernels
+	@$(BENCH) bench/table.py --compare --no-picture $(ARGS)
+
+bench-ops: $(VENV)/.kernels
+	@$(BENCH) -m pytest bench --benchmark-enable --benchmark-only $(ARGS)
 
 lint: $(VENV)/.linters
 	@$(VENV)/bin/ruff check .

@@ -91,8 +91,8 @@ if compiling and sys.platform != "win32":
     if shutil.which(compiler) is None:
         sys.exit(
             f"error: building mamba-fast from source needs a C compiler, and {compiler!r} is not on PATH: "
-            "install one (Debian, Ubuntu: apt install gcc python3-dev; macOS: xcode-select --install), set CC, "
-            "or install a wheel"
+            "install one (Debian, Ubuntu: apt install gcc python3-dev; macOS: xcode-select --install), "
+            "set CC, or install a wheel"
         )
 
 jobs = os.cpu_count() or 1

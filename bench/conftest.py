@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
+import own
 import pytest
 import threadpoolctl
 
@@ -60,3 +61,35 @@ def timed(benchmark, backend):
         return benchmark.pedantic(call, setup=setup, rounds=20, warmup_rounds=3)
 
     return timed
+
+
+# ---- rates beside the machine's limits ---------------------------------------------------------
+
+RATES = {"state_updates": ("G state updates/s", 1e9), "bytes": ("GB/s", 1e9), "tokens": ("tokens/s", 1.0)}
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """After timed benchmarks: what each did in a second, beside what the machine can do."""
+    session = getattr(config, "_benchmarksession", None)
+    timed = (
+        [] if session is None or session.disabled else [b for b in session.benchmarks if b and b.extra_info]
+    )
+    if not timed:
+        return
+    threads = own.default_backend(None).threads
+    limits = own.limits(threads, quick=False)
+    write = terminalreporter.write_line
+    terminalreporter.section("rates, from medians")
+    write("the machine: " + ", ".join(f"{name} {value:.1f}" for name, value in limits.items()))
+    for bench in timed:
+        seconds, info = bench.stats.median, bench.extra_info
+        parts = [
+            f"{info[key] / seconds / unit:.4g} {what}" for key, (what, unit) in RATES.items() if key in info
+        ]
+        if "multiplications" in info:
+            parts.append(f"{2 * info['multiplications'] / seconds / 1e9:.4g} GFLOP/s")
+        if parts:
+            count = 1 if "cython-1" in bench.name else threads
+            share = info.get("bytes", 0) / seconds / 1e9 / limits[f"copy_gbs_{count}"]
+            note = f" ({share:.0%} of the copy's traffic)" if "bytes" in info else ""
+            write(f"{bench.group or bench.name} [{bench.name}]: {', '.join(parts)}{note}")

@@ -114,6 +114,50 @@ def test_conv_backward(timed, backend, device, shape):
     timed(f"conv backward {name(shape)}", backend.conv1d_backward, setup=forward)
 
 
+@pytest.mark.parametrize("shape", [(1, 1536, 4), (8, 512, 4)], ids=name)
+def test_conv_step(timed, backend, device, shape):
+    batch, width, taps = shape
+    x, w, bias = device(batch, width), device(width, taps), device(width)
+    state = backend.zeros((batch, taps - 1, width))
+    timed(f"conv step {name(shape)}", lambda: backend.conv1d_step(x, state, w, bias))
+
+
+@pytest.mark.parametrize("shape", [(1536, 16)], ids=name)
+def test_decay(timed, backend, device, shape):
+    a_log = device(*shape)
+    timed(f"decay {name(shape)}", lambda: backend.decay(a_log, grad=False), bytes=2 * 4 * int(np.prod(shape)))
+
+
+# Tokens, vocabulary, width.
+EMBEDDINGS = [(4096, 258, 128), (512, 50280, 768)]
+
+
+@pytest.mark.parametrize("shape", EMBEDDINGS, ids=name)
+def test_embedding_forward(timed, backend, device, rng, shape):
+    tokens, vocabulary, width = shape
+    ids = backend.from_host(rng.integers(0, vocabulary, size=tokens), "i32")
+    table = backend.zeros((vocabulary, width))
+    timed(
+        f"embedding forward {name(shape)}",
+        lambda: backend.embedding(ids, table, grad=False),
+        bytes=2 * 4 * tokens * width,
+    )
+
+
+@pytest.mark.parametrize("shape", EMBEDDINGS, ids=name)
+def test_embedding_backward(timed, backend, device, rng, shape):
+    tokens, vocabulary, width = shape
+    ids = backend.from_host(rng.integers(0, vocabulary, size=tokens), "i32")
+    table, d_table = backend.zeros((vocabulary, width)), backend.zeros((vocabulary, width))
+    dy = device(tokens, width)
+    timed(
+        f"embedding backward {name(shape)}",
+        backend.embedding_backward,
+        setup=lambda: ((dy, backend.embedding(ids, table)[1]), {"d_table": d_table}),
+        bytes=3 * 4 * tokens * width,
+    )
+
+
 @pytest.mark.parametrize("shape", PRODUCTS, ids=name)
 def test_linear_forward(timed, backend, device, shape):
     rows, width, outputs = shape
@@ -171,6 +215,18 @@ def test_cross_entropy(timed, backend, device, rng, shape):
         setup=lambda: ((logits, targets), {"scale": 1.0 / rows}),
         bytes=2 * 4 * rows * classes,
     )
+
+
+@pytest.mark.parametrize("size", [1_000_000])
+def test_global_norm(timed, backend, device, size):
+    g = device(size)
+    timed(f"global norm {size}", lambda: backend.global_norm([g]), bytes=4 * size)
+
+
+@pytest.mark.parametrize("size", [1_000_000])
+def test_add(timed, backend, device, size):
+    a, b, out = device(size), device(size), backend.zeros((size,))
+    timed(f"add {size}", lambda: backend.add(a, b, out=out), bytes=3 * 4 * size)
 
 
 @pytest.mark.parametrize("size", [1_000_000])

@@ -14,8 +14,8 @@ from __future__ import annotations
 import importlib
 import sys
 import types
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # not from typing, which takes longer to load than all of this
 if TYPE_CHECKING:
     from mamba_fast import functional as functional
     from mamba_fast.config import MambaConfig as MambaConfig
@@ -74,7 +74,7 @@ class _Package(types.ModuleType):
     `from mamba_fast.train import TrainResult`.)
     """
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if _HOME.get(name) == name and isinstance(value, types.ModuleType):
             value = getattr(value, name)
         super().__setattr__(name, value)
@@ -83,9 +83,9 @@ class _Package(types.ModuleType):
 sys.modules[__name__].__class__ = _Package
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name == "__version__":
-        value: Any = _version()
+        value: object = _version()
     elif name in _HOME:
         home = _HOME[name]
         module = importlib.import_module(f"{__name__}.{home or name}")

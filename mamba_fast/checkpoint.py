@@ -6,27 +6,31 @@ this one file is a whole model and its replacement is the single moment at which
 effect:
 
 1. both files are written under temporary names in the same folder and flushed to the disk;
-2. a `config.json` that is about to change is removed (the file it belongs to embeds the same text);
+2. a `config.json` that is about to change is removed: the weights that it belongs to embed the same
+   text, or, where they come from elsewhere, are first given it;
 3. `model.safetensors` is replaced;
 4. `config.json` is replaced.
 
 A process killed between any two of these leaves either the old or the new model, never a mixture;
-a full disk fails in step 1, before anything old is touched. Two processes must not save into one
-folder at the same time.
+a full disk fails before anything old is touched. A temporary name is fixed, so that the next save
+takes away what a killed one left. Files get the permissions that the user's umask gives, and keep
+them when they are replaced. The tensors go from memory to the file without a copy. Two processes must
+not save into one folder at the same time.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+import stat
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, deserialize, safe_open
-from safetensors.numpy import save_file
 
 from mamba_fast.config import MambaConfig
 
@@ -35,17 +39,18 @@ __all__ = [
     "WEIGHTS_FILE",
     "CheckpointError",
     "atomic_folder",
+    "given_path",
     "read_model",
     "read_tensors",
     "write_bytes",
     "write_model",
     "write_tensors",
+    "writing_failed",
 ]
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
-# The only key of the metadata: the library writes several in a random order, and the same model is to
-# give the same bytes.
+# The key of the metadata that holds the configuration.
 _CONFIG_KEY = "mamba_fast.config"
 
 # Storage types that hold parameters, and what they are read as. Half precision is widened, because
@@ -77,23 +82,29 @@ def write_model(
     OSError
         the disk is full or the folder cannot be written; what was there before is untouched.
     """
-    directory = Path(directory)
+    directory = given_path(directory, "the model's folder")
     arrays = {name: _storable(name, value) for name, value in parameters.items()}
     for name, array in arrays.items():
         _refuse_non_finite(name, array, "the model was not saved", ValueError)
     directory.mkdir(parents=True, exist_ok=True)
     text = config.to_json()
     weights, config_file = directory / WEIGHTS_FILE, directory / CONFIG_FILE
-    with _temporary(weights) as new_weights, _temporary(config_file) as new_config:
-        _write_tensor_file(new_weights, arrays, {_CONFIG_KEY: text})
-        _write_byte_file(new_config, text.encode())
-        if _is_superseded(config_file, text) and _embeds_config(weights):
+    with (
+        _temporary(weights) as new_weights,
+        _temporary(config_file) as new_config,
+        _temporary(directory / f"{WEIGHTS_FILE}.old") as old_weights,
+    ):
+        _write_file(new_weights, weights, _safetensors(arrays, {_CONFIG_KEY: text}))
+        _write_file(new_config, config_file, [text.encode()])
+        if _is_superseded(config_file, text):
+            if _needs_config(weights, config_file):
+                old_text = _config_text(config_file)
+                _write_file(old_weights, weights, _with_metadata(weights, {_CONFIG_KEY: old_text}))
+                _put(old_weights, weights)
             config_file.unlink()
             _sync_folder(directory)
-        os.replace(new_weights, weights)
-        _sync_folder(directory)
-        os.replace(new_config, config_file)
-        _sync_folder(directory)
+        _put(new_weights, weights)
+        _put(new_config, config_file)
 
 
 def read_model(directory: str | os.PathLike[str]) -> tuple[MambaConfig, dict[str, np.ndarray]]:
@@ -106,19 +117,22 @@ def read_model(directory: str | os.PathLike[str]) -> tuple[MambaConfig, dict[str
     ------
     FileNotFoundError
         the folder, the weights, or the only copy of the configuration is missing
+    OSError
+        a file may not be read, or the disk fails; the error names it
     CheckpointError
         a file is truncated or not a safetensors file, holds something other than floats, or NaN or
         infinite weights; config.json is not valid or contradicts the weights
     """
-    directory = Path(directory)
-    if not directory.exists():
+    directory = given_path(directory, "the model's folder")
+    mode = _mode(directory)
+    if mode is None:
         raise FileNotFoundError(f"no model folder {directory}: it does not exist")
-    if not directory.is_dir():
+    if not stat.S_ISDIR(mode):
         raise CheckpointError(
             f"{directory} is a file; expected a folder with {CONFIG_FILE} and {WEIGHTS_FILE}"
         )
     weights = directory / WEIGHTS_FILE
-    if not weights.is_file():
+    if not _is_file(weights):
         raise FileNotFoundError(f"no model in {directory}: it has no {WEIGHTS_FILE}")
     metadata = _open_metadata(weights)
     config = _read_config(directory / CONFIG_FILE, metadata.get(_CONFIG_KEY), weights)
@@ -135,19 +149,18 @@ def write_tensors(
     path = Path(path)
     arrays = {name: _storable(name, value) for name, value in tensors.items()}
     with _temporary(path) as temporary:
-        _write_tensor_file(temporary, arrays, metadata)
-        os.replace(temporary, path)
-        _sync_folder(path.parent)
+        _write_file(temporary, path, _safetensors(arrays, metadata))
+        _put(temporary, path)
 
 
 def read_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     """Every tensor of a safetensors file of floats, and its metadata.
 
     F16 and BF16 are widened to float32 without loss. CheckpointError names what is wrong with the
-    file; a missing one is FileNotFoundError.
+    file; a missing one is FileNotFoundError, one that may not be read another OSError.
     """
     path = Path(path)
-    if not path.is_file():
+    if not _is_file(path):
         raise FileNotFoundError(f"no file {path}")
     metadata = _open_metadata(path)
     arrays: dict[str, np.ndarray] = {}
@@ -176,9 +189,22 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
     """One file, written atomically and flushed to the disk."""
     path = Path(path)
     with _temporary(path) as temporary:
-        _write_byte_file(temporary, content)
-        os.replace(temporary, path)
-        _sync_folder(path.parent)
+        _write_file(temporary, path, [content])
+        _put(temporary, path)
+
+
+def given_path(path: str | os.PathLike[str], what: str) -> Path:
+    """A path that somebody gave. An empty one is a ValueError: `Path("")` would be the current folder."""
+    if isinstance(path, str) and not path:
+        raise ValueError(f"{what} is an empty path: give a name, or '.' for the current folder")
+    return Path(path)
+
+
+def writing_failed(path: str | os.PathLike[str], error: OSError) -> OSError:
+    """The same error with the file's name in it, which the system leaves out of a full disk's."""
+    named = type(error)(f"could not write {os.fspath(path)}: {error.strerror or error}")
+    named.errno = error.errno
+    return named
 
 
 @contextmanager
@@ -220,20 +246,68 @@ def _temporary(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def _write_tensor_file(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
+def _write_file(temporary: Path, path: Path, content: Iterable[bytes | memoryview]) -> None:
+    """Write and flush what is to become `path`, with the permissions of the file that is there."""
     try:
-        save_file(dict(arrays), str(path), metadata=dict(metadata))
-    except SafetensorError as error:  # how the library reports a full disk
-        raise OSError(f"could not write {path.parent}: {error}") from error
-    with open(path, "rb+") as file:
-        os.fsync(file.fileno())
+        with open(temporary, "wb") as file:
+            for part in content:
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+        if _is_file(path):
+            shutil.copymode(path, temporary)
+    except OSError as error:
+        raise writing_failed(path, error) from error
 
 
-def _write_byte_file(path: Path, content: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+def _put(temporary: Path, path: Path) -> None:
+    """Give a finished file its name."""
+    try:
+        os.replace(temporary, path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        raise writing_failed(path, error) from error
+
+
+def _safetensors(
+    arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]
+) -> Iterator[bytes | memoryview]:
+    """The parts of a safetensors file, in the order and to the byte as the library writes them.
+
+    Written here, because the library writes through a file of its own: readable by its owner only,
+    with a random name that a killed process leaves behind. Format:
+    https://github.com/huggingface/safetensors#format
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    # The widest type first, so that every tensor begins at a multiple of its element's size.
+    ordered = sorted(arrays.items(), key=lambda item: (-item[1].itemsize, item[0]))
+    begin = 0
+    for name, array in ordered:
+        end = begin + array.nbytes
+        header[name] = {
+            "dtype": f"F{8 * array.itemsize}", "shape": list(array.shape), "data_offsets": [begin, end]
+        }  # fmt: skip
+        begin = end
+    yield _encoded_header(header)
+    for _, array in ordered:
+        yield array.reshape(-1).view(np.uint8).data
+
+
+def _with_metadata(path: Path, metadata: Mapping[str, str]) -> Iterator[bytes]:
+    """The parts of a copy of a safetensors file with more metadata."""
+    with open(path, "rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        # First in the file, as everywhere; offsets count from the header's end, so they stay.
+        header = {"__metadata__": {**(header.pop("__metadata__", None) or {}), **metadata}, **header}
+        yield _encoded_header(header)
+        while part := file.read(1 << 20):
+            yield part
+
+
+def _encoded_header(header: Mapping[str, Any]) -> bytes:
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def _sync_folder(directory: Path) -> None:
@@ -268,34 +342,58 @@ def _refuse_non_finite(name: str, array: np.ndarray, consequence: str, error: ty
 
 
 def _is_superseded(config_file: Path, text: str) -> bool:
-    return config_file.is_file() and config_file.read_bytes() != text.encode()
+    return _is_file(config_file) and config_file.read_bytes() != text.encode()
 
 
-def _embeds_config(weights: Path) -> bool:
-    """Whether an existing weights file can do without its config.json."""
+def _needs_config(weights: Path, config_file: Path) -> bool:
+    """Whether an existing model consists of both files: weights from elsewhere and their config.json."""
     try:
-        return weights.is_file() and _CONFIG_KEY in _open_metadata(weights)
-    except CheckpointError:  # damaged already: nothing there to preserve
+        if not _is_file(weights) or _CONFIG_KEY in _open_metadata(weights):
+            return False
+        _parse_config(_config_text(config_file), str(config_file))
+    except CheckpointError:  # damaged, or of another program: no model that could be read anyway
         return False
+    return True
 
 
 # ---- how files are checked --------------------------------------------------------------------------
 
 
-def _open_metadata(path: Path) -> dict[str, str]:
+def _mode(path: Path) -> int | None:
+    """What kind of thing is there, None for nothing. One that may not be looked at is an OSError, while
+    `Path.is_file` of some Python versions takes it for none."""
     try:
-        with safe_open(str(path), framework="numpy") as file:
-            return dict(file.metadata() or {})
-    except (SafetensorError, OSError) as error:
+        return os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _is_file(path: Path) -> bool:
+    mode = _mode(path)
+    return mode is not None and stat.S_ISREG(mode)
+
+
+def _open_metadata(path: Path) -> dict[str, str]:
+    """The metadata of a safetensors file, which is checked as far as its header says what it holds."""
+    with open(path, "rb") as file:  # an error here is about permissions or the disk, and says so
+        begin = file.read(8)
+    try:
+        if len(begin) < 8:  # which a file that cannot be mapped into memory may be, too
+            raise SafetensorError("header too small")
+        with safe_open(str(path), framework="numpy") as opened:
+            return dict(opened.metadata() or {})
+    except SafetensorError as error:
         raise CheckpointError(
             f"{path} ({path.stat().st_size} bytes) is truncated or not a safetensors file: {error}"
         ) from None
+    except OSError as error:
+        raise OSError(f"could not read {path}: {error}") from error
 
 
 def _read_config(config_file: Path, embedded: str | None, weights: Path) -> MambaConfig:
     if embedded is not None:
         inner = _parse_config(embedded, f"the configuration inside {weights}")
-        if not config_file.is_file():
+        if not _is_file(config_file):
             return inner
         outer = _parse_config(_config_text(config_file), str(config_file))
         for key, value in outer.to_dict().items():
@@ -306,7 +404,7 @@ def _read_config(config_file: Path, embedded: str | None, weights: Path) -> Mamb
                     f"to use the configuration kept in {weights.name}"
                 )
         return outer
-    if not config_file.is_file():
+    if not _is_file(config_file):
         raise FileNotFoundError(
             f"no {CONFIG_FILE} in {config_file.parent}, and {weights.name} does not embed one"
         )

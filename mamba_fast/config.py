@@ -5,13 +5,57 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-__all__ = ["MambaConfig", "TrainConfig"]
+__all__ = ["MambaConfig", "TrainConfig", "parse_json", "shown"]
 
 C = TypeVar("C", bound="_Config")
+
+# What a 64-bit integer holds: what lies beyond cannot be the size of anything.
+_LARGEST = 2**63 - 1
+# A seed may be as long as the system's entropy that numpy's SeedSequence hands out.
+_LARGEST_SEED = 2**128 - 1
+
+
+def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
+    """What a JSON text says. ValueError for whatever is wrong with it, that it is nested too deeply or
+    holds a number of thousands of digits included; with `unique`, also a key that comes twice."""
+    try:
+        return json.loads(text, object_pairs_hook=_without_duplicates if unique else None)
+    except RecursionError:
+        raise ValueError("not JSON that can be read: it is nested too deeply") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not JSON: not UTF-8 (byte {error.start})") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error}") from None
+    except _DuplicateKeyError:
+        raise
+    except ValueError:
+        raise ValueError("not JSON that can be read: a number has too many digits") from None
+
+
+class _DuplicateKeyError(ValueError):
+    pass
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _DuplicateKeyError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} comes twice")
+    return values
+
+
+def shown(value: object) -> str:
+    """A value as an error quotes it: never long, and never an error itself."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python writes
+        return f"an {type(value).__name__} of thousands of digits"
+    return text if len(text) <= 100 else f"{text[:80]}... ({len(text)} characters)"
 
 
 class _Config:
@@ -45,9 +89,9 @@ class _Config:
     @classmethod
     def from_json(cls: type[C], text: str) -> C:
         try:
-            values = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{cls.__name__}: not JSON: {error}") from None
+            values = parse_json(text, unique=True)
+        except ValueError as error:
+            raise ValueError(f"{cls.__name__}: {error}") from None
         if not isinstance(values, dict):
             raise ValueError(f"{cls.__name__}: expected a JSON object, got {type(values).__name__}")
         return cls.from_dict(values)
@@ -59,35 +103,51 @@ class _Config:
         )  # type: ignore[arg-type]
 
 
-def _check_int(config: object, name: str, low: int) -> None:
+def _take_plain_scalars(config: object) -> None:
+    """Turn scalars of numpy (and arrays without an axis) into Python's, which JSON can hold."""
+    for field in dataclasses.fields(config):  # type: ignore[arg-type]
+        value = getattr(config, field.name)
+        if getattr(value, "shape", None) == () and hasattr(value, "item"):
+            object.__setattr__(config, field.name, value.item())
+
+
+def _check_int(config: object, name: str, low: int, high: int = _LARGEST) -> None:
     value = getattr(config, name)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name} must be an integer, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise ValueError(f"{name} must be an integer, got {shown(value)}")
+    value = int(value)
     if value < low:
-        raise ValueError(f"{name} must be at least {low}, got {value}")
+        raise ValueError(f"{name} must be at least {low}, got {shown(value)}")
+    if value > high:
+        raise ValueError(f"{name} must be at most {high}, got {shown(value)}")
+    object.__setattr__(config, name, value)
 
 
 def _check_float(
     config: object, name: str, low: float, high: float = math.inf, *, open_low: bool = False
 ) -> None:
-    value = getattr(config, name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{name} must be a finite number, got {value!r}")
+    given = getattr(config, name)
+    try:
+        value = float(given) if isinstance(given, numbers.Real) and not isinstance(given, bool) else math.nan
+    except OverflowError:  # an integer beyond every float
+        value = math.inf
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, got {shown(given)}")
     if value < low or value > high or (open_low and value == low):
         interval = f"{'(' if open_low else '['}{low:g}, {high:g}{')' if high == math.inf else ']'}"
-        raise ValueError(f"{name} must be in {interval}, got {value!r}")
+        raise ValueError(f"{name} must be in {interval}, got {shown(given)}")
+    object.__setattr__(config, name, value)
 
 
 def _check_bool(config: object, name: str) -> None:
     if not isinstance(getattr(config, name), bool):
-        raise ValueError(f"{name} must be true or false, got {getattr(config, name)!r}")
+        raise ValueError(f"{name} must be true or false, got {shown(getattr(config, name))}")
 
 
-def _check_choice(config: object, name: str, choices: tuple[Any, ...]) -> None:
-    if getattr(config, name) not in choices:
-        raise ValueError(
-            f"{name} must be one of {', '.join(map(repr, choices))}, got {getattr(config, name)!r}"
-        )
+def _check_choice(config: object, name: str, choices: tuple[str, ...]) -> None:
+    value = getattr(config, name)
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {shown(value)}")
 
 
 @dataclass(frozen=True)
@@ -121,15 +181,16 @@ class MambaConfig(_Config):
     """ "mamba" (SPEC 8) or "original"."""
 
     def __post_init__(self) -> None:
+        _take_plain_scalars(self)
         for name in ("vocab_size", "d_model", "n_layers", "d_state", "d_conv", "expand"):
             _check_int(self, name, 1)
         if self.d_inner is None:
             object.__setattr__(self, "d_inner", self.expand * self.d_model)
         _check_int(self, "d_inner", 1)
-        if self.dt_rank == "auto":
+        if isinstance(self.dt_rank, str) and self.dt_rank == "auto":
             object.__setattr__(self, "dt_rank", -(-self.d_model // 16))
         if isinstance(self.dt_rank, str):
-            raise ValueError(f"dt_rank must be an integer or 'auto', got {self.dt_rank!r}")
+            raise ValueError(f"dt_rank must be an integer or 'auto', got {shown(self.dt_rank)}")
         _check_int(self, "dt_rank", 1)
         _check_choice(self, "discretization", ("zoh", "euler"))
         _check_choice(self, "init", ("mamba", "original"))
@@ -207,13 +268,13 @@ class TrainConfig(_Config):
     """How many of the newest checkpoints stay; 0: all."""
 
     def __post_init__(self) -> None:
+        _take_plain_scalars(self)
         if self.steps is not None:
             _check_int(self, "steps", 1)
         for name in ("batch_size", "seq_len", "grad_accumulation"):
             _check_int(self, name, 1)
         for name in (
             "warmup_steps",
-            "seed",
             "eval_every",
             "eval_windows",
             "log_every",
@@ -221,6 +282,7 @@ class TrainConfig(_Config):
             "keep_checkpoints",
         ):
             _check_int(self, name, 0)
+        _check_int(self, "seed", 0, _LARGEST_SEED)
         _check_float(self, "epochs", 0.0, open_low=True)
         _check_float(self, "lr", 0.0)
         _check_float(self, "eps", 0.0, open_low=True)

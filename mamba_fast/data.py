@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -19,13 +18,13 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from tqdm import tqdm
 
+from mamba_fast.checkpoint import given_path
+from mamba_fast.config import shown
+from mamba_fast.inputs import IGNORED
+from mamba_fast.sources import DataFile, find_files, json_lines, map_bin, map_npy, read_text
+from mamba_fast.tokenizer import as_tokenizer
+
 __all__ = ["IGNORED", "TokenData", "TokenizerNeededError", "Windows", "evenly", "load_data", "shuffled"]
-
-IGNORED = -100
-"""The target that means: nothing is to be predicted here."""
-
-TOKEN_SUFFIXES = (".bin", ".npy")
-_TOKEN_DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 # Documents handed to the tokenizer at once: enough to keep its threads busy, few enough to hold.
 _BATCH_DOCUMENTS = 1024
@@ -104,7 +103,10 @@ class TokenData:
         return len(self._documents)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) of the stream as int64, whatever type they are stored in."""
+        """Tokens [start, stop) of the stream as int64, whatever type they are stored in.
+
+        ValueError, which says where, for an id that is none in any vocabulary: from 2^63 up.
+        """
         out = np.empty(stop - start, np.int64)
         position = start
         piece = bisect.bisect_right(self._piece_starts, start) - 1
@@ -113,7 +115,11 @@ class TokenData:
             end = min(stop, len(self) if last else self._piece_starts[piece + 1])
             store, offset, _ = self._documents[self._pieces[piece]]
             offset += position - self._piece_starts[piece]
-            out[position - start : end - start] = self._stores[store].ids[offset : offset + end - position]
+            ids = self._stores[store].ids[offset : offset + end - position]
+            if ids.dtype == np.uint64 and (large := ids > np.iinfo(np.int64).max).any():
+                first = int(np.argmax(large))
+                raise ValueError(f"{self.where(position + first)}: id {ids[first]} is out of range")
+            out[position - start : end - start] = ids
             position, piece = end, piece + 1
         return out
 
@@ -187,6 +193,8 @@ class TokenData:
 class Windows(Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]):
     """A `TokenData` as windows of `seq_len` positions, each used once an epoch.
 
+    Data that is shorter than `seq_len` makes one window of its own length, whose `seq_len` that is.
+
     Window i holds the positions i*seq_len to (i+1)*seq_len - 1 as inputs and their successors as
     targets. A target that is another document's first token is `IGNORED`, and so is the padding of
     the last window (id 0).
@@ -208,7 +216,8 @@ class Windows(Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]):
         if len(data) < 2:
             raise ValueError(f"{len(data)} tokens hold nothing to predict; at least 2 are needed")
         self.data = data
-        self.seq_len = seq_len
+        # Longer windows would hold padding only, and a model would compute all of it.
+        self.seq_len = min(seq_len, len(data) - 1)
         self.packed = packed
         self.vocab_size = vocab_size
 
@@ -295,13 +304,14 @@ def load_data(
           file, `.bin` (raw little-endian uint16 or uint32) or `.npy` (1-D, integers), which is
           mapped and never read whole; a folder, of which every file that matches `glob` is taken in
           the order of their names, empty ones and those with a name or folder that begins with a
-          dot left out;
+          dot left out. A folder that may not be read is an error, as its files would be missed;
         * a list of paths; a 1-D integer array or list of ids: one stream; a list of those: one
           document each;
         * a `TokenData`, returned as it is.
     tokenizer
-        needed for text. Its `eos_id`, if it has one, is appended to every document of text, and ends
-        a document wherever it occurs in a token file or an array.
+        needed for text: a tokenizer, or what `load_tokenizer` takes. Its `eos_id`, if it has one, is
+        appended to every document of text, and ends a document wherever it occurs in a token file or
+        an array.
     token_dtype
         "uint16" or "uint32" for `.bin` files; None: uint16, or uint32 where the tokenizer has more
         than 65,536 ids
@@ -316,30 +326,34 @@ def load_data(
         a path does not exist or nothing matches the glob
     TokenizerNeededError
         there is text and no tokenizer
+    PermissionError
+        a file or folder may not be read
     ValueError
-        a file is empty, not UTF-8 (with the byte's offset), binary, or not what its name says; a
-        line of a `.jsonl` file is wrong (with its number); ids are not integers
+        a file is empty, not UTF-8 (with the byte's offset), binary, not what its name says, or larger
+        than memory; a line of a `.jsonl` file is wrong (with its number); a path is empty, or no file
+        and no folder; ids are not integers, or masked
     """
     if isinstance(source, TokenData):
         return source
+    tokenizer = as_tokenizer(tokenizer)
     eos_id = None if tokenizer is None else tokenizer.eos_id
     if isinstance(source, np.ndarray):
         return _from_arrays([source], eos_id)
     if isinstance(source, str | os.PathLike):
-        paths = [Path(source)]
+        paths = [given_path(source, "the data's path")]
     elif isinstance(source, Sequence) and len(source) > 0:
         if all(isinstance(item, str | os.PathLike) for item in source):
-            paths = [Path(item) for item in source]
+            paths = [given_path(item, "a path of the data") for item in source]
         elif all(isinstance(item, np.ndarray | list | tuple) for item in source):
-            return _from_arrays([np.asarray(item) for item in source], eos_id)
+            return _from_arrays(source, eos_id)
         else:
-            return _from_arrays([np.asarray(source)], eos_id)
+            return _from_arrays([source], eos_id)
     else:
         raise ValueError(
-            f"data must be a path, a list of paths, an array of ids or a TokenData, got {source!r:.80}"
+            f"data must be a path, a list of paths, an array of ids or a TokenData, got {shown(source)}"
         )
     reader = _Reader(tokenizer, text_field, token_dtype, skip_undecodable)
-    files = [file for path in paths for file in _files(path, glob)]
+    files = [file for path in paths for file in find_files(path, glob)]
     with tqdm(
         total=sum(file.size for file in files),
         desc="read text",
@@ -353,10 +367,16 @@ def load_data(
     return reader.finish(", ".join(map(str, paths)))
 
 
-def _from_arrays(arrays: Sequence[np.ndarray], eos_id: int | None) -> TokenData:
+def _from_arrays(arrays: Sequence[Any], eos_id: int | None) -> TokenData:
     stores = []
-    for i, array in enumerate(arrays):
+    for i, given in enumerate(arrays):
         name = "the array of ids" if len(arrays) == 1 else f"array {i} of ids"
+        if isinstance(given, np.ma.MaskedArray):
+            raise ValueError(f"{name} is masked, and a mask would be lost: pass array.compressed()")
+        try:
+            array = np.asarray(given)
+        except (ValueError, OverflowError):  # numpy's messages speak of its own internals
+            raise ValueError(f"{name} must be a flat list of integers, got {shown(given)}") from None
         if array.ndim != 1 or array.size == 0:
             raise ValueError(f"{name} has shape {array.shape}, expected (n,) with n at least 1")
         if array.dtype.kind not in "iu":
@@ -365,42 +385,14 @@ def _from_arrays(arrays: Sequence[np.ndarray], eos_id: int | None) -> TokenData:
     return TokenData(stores, np.array([(i, 0, len(ids)) for i, (ids, _) in enumerate(stores)]), eos_id=eos_id)
 
 
-class _File(NamedTuple):
-    path: Path
-    size: int
-    listed: bool
-    """Named by the user, rather than found in a folder."""
-
-
-def _files(path: Path, glob: str) -> list[_File]:
-    """The file itself, or a folder's files in the order of their names."""
-    if path.is_file():
-        return [_File(path, path.stat().st_size, True)]
-    if not path.is_dir():
-        raise FileNotFoundError(f"no file or folder {path}")
-    wants_hidden = any(part.startswith(".") for part in Path(glob).parts)
-    found = []
-    try:
-        matches = list(path.glob(glob))
-    except (ValueError, NotImplementedError) as error:
-        raise ValueError(f"glob {glob!r} is not a pattern inside a folder: {error}") from None
-    for file in matches:
-        parts = file.relative_to(path).parts
-        if file.is_file() and (wants_hidden or not any(part.startswith(".") for part in parts)):
-            found.append((parts, file))
-    if not found:
-        raise FileNotFoundError(f"no file in {path} matches the glob {glob!r}")
-    return [_File(file, file.stat().st_size, False) for _, file in sorted(found)]
-
-
 class _Reader:
     """Collects files into one `TokenData`: text into memory, token files mapped."""
 
     def __init__(
         self, tokenizer: Encoder | None, text_field: str, token_dtype: str | None, skip_undecodable: bool
     ) -> None:
-        if token_dtype is not None and token_dtype not in _TOKEN_DTYPES:
-            raise ValueError(f"token_dtype must be one of {', '.join(_TOKEN_DTYPES)}, got {token_dtype!r}")
+        if token_dtype not in (None, "uint16", "uint32"):
+            raise ValueError(f"token_dtype must be 'uint16' or 'uint32', got {shown(token_dtype)}")
         self._tokenizer = tokenizer
         self._text_field = text_field
         self._token_dtype = token_dtype
@@ -408,24 +400,36 @@ class _Reader:
         self._stores: list[tuple[np.ndarray, str]] = []
         self._documents: list[np.ndarray] = []
 
-    def add(self, file: _File) -> None:
+    def add(self, file: DataFile) -> None:
         if file.size == 0:
             if file.listed:
                 raise ValueError(f"{file.path} is empty")
             return
-        if file.path.suffix in TOKEN_SUFFIXES:
-            ids = _map_npy(file.path) if file.path.suffix == ".npy" else self._map_bin(file)
+        kind = file.path.suffix.lower()
+        if kind in (".npy", ".bin"):
+            vocab_size = 0 if self._tokenizer is None else self._tokenizer.vocab_size
+            ids = map_npy(file.path) if kind == ".npy" else map_bin(file.path, self._token_dtype, vocab_size)
             self._append(ids, str(file.path), np.array([len(ids)]))
-        elif file.path.suffix == ".jsonl":
-            self._tokenize(str(file.path), _json_lines(file.path, self._text_field))
-        else:
-            try:
-                text = _read_text(file.path)
-            except UnicodeError as error:
-                if not self._skip_undecodable:
-                    raise ValueError(str(error)) from None
+            return
+        try:
+            if kind == ".jsonl":
+                self._tokenize(str(file.path), json_lines(file.path, self._text_field))
             else:
-                self._tokenize(str(file.path), iter([text]))
+                self._add_text(file.path)
+        except MemoryError:
+            raise ValueError(
+                f"{file.path} ({file.size:,} bytes) does not fit into memory: split it, or tokenize it "
+                "into a .bin or .npy file, which is mapped"
+            ) from None
+
+    def _add_text(self, path: Path) -> None:
+        try:
+            text = read_text(path)
+        except UnicodeError as error:
+            if not self._skip_undecodable:
+                raise ValueError(str(error)) from None
+        else:
+            self._tokenize(str(path), iter([text]))
 
     def finish(self, origin: str) -> TokenData:
         if not self._documents:
@@ -453,86 +457,6 @@ class _Reader:
                 lengths.append(len(ids) + len(ending))
         if lengths:
             self._append(np.concatenate(parts), origin, np.array(lengths))
-
-    def _map_bin(self, file: _File) -> np.ndarray:
-        path, chosen = file.path, self._token_dtype
-        if chosen is None:
-            large = self._tokenizer is not None and self._tokenizer.vocab_size > 1 << 16
-            chosen = "uint32" if large else "uint16"
-        dtype = _TOKEN_DTYPES[chosen]
-        if file.size % dtype.itemsize:
-            raise ValueError(
-                f"{path} has {file.size} bytes, not a multiple of {dtype.itemsize} as {chosen} ids are"
-            )
-        ids = np.memmap(path, dtype, mode="r")
-        if self._token_dtype is None and chosen == "uint16":
-            head = ids[:4096]
-            if len(ids) % 2 == 0 and not head[1::2].any() and head[::2].any():
-                raise ValueError(
-                    f"{path} looks like uint32 ids, not uint16: say token_dtype='uint32' or 'uint16'"
-                )
-        return ids
-
-
-def _map_npy(path: Path) -> np.ndarray:
-    try:
-        ids = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
-        raise ValueError(f"{path} is not a readable .npy file: {error}") from None
-    if ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.size == 0:
-        raise ValueError(f"{path} holds {ids.dtype} of shape {ids.shape}, expected integers of shape (n,)")
-    return ids
-
-
-def _read_text(path: Path) -> str:
-    """A file's text. UnicodeError, with a message for people, where it is none."""
-    raw = path.read_bytes()
-    remedy = "convert it to UTF-8 or leave it out (a narrower glob, or skip_undecodable)"
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UnicodeError(
-            f"{path} is not UTF-8 text: byte 0x{raw[error.start]:02x} at offset {error.start}; {remedy}"
-        ) from None
-    if "\0" in text:
-        raise UnicodeError(f"{path} is binary, not text: a zero byte at offset {raw.index(0)}; {remedy}")
-    return text
-
-
-def _json_lines(path: Path, field: str) -> Iterator[str]:
-    """The texts of a .jsonl file; lines that are blank, and texts that are empty, are passed over."""
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            place = f"{path}, line {number}"
-            try:
-                entry = json.loads(line.decode("utf-8"))
-            except UnicodeDecodeError as error:
-                raise ValueError(
-                    f"{place} is not UTF-8: byte 0x{line[error.start]:02x} at {error.start}"
-                ) from None
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{place} is not JSON: {error}") from None
-            if not isinstance(entry, dict):
-                raise ValueError(
-                    f"{place} is a {type(entry).__name__}, expected an object with a field {field!r}"
-                )
-            if field not in entry:
-                raise ValueError(
-                    f"{place} has no field {field!r}; it has {', '.join(map(repr, entry)) or 'none'}"
-                )
-            text = entry[field]
-            if not isinstance(text, str):
-                raise ValueError(f"{place}: field {field!r} is a {type(text).__name__}, expected a string")
-            try:
-                text.encode("utf-8")
-            except UnicodeEncodeError:
-                raise ValueError(
-                    f"{place}: field {field!r} has half of a surrogate pair, no character"
-                ) from None
-            if text:
-                yield text
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:

@@ -42,7 +42,11 @@ def environment() -> dict[str, Any]:
 
 def show_config(file: TextIO | None = None) -> None:
     """Print versions, backends (with SIMD variant, threads and adapters), numpy's BLAS and the
-    environment variables that matter, to `file` or standard output. Never raises."""
+    environment variables that matter, to `file` or standard output.
+
+    A part that cannot be found out is reported as such. TypeError for a `file` that is no stream."""
+    if file is not None and not hasattr(file, "write"):
+        raise TypeError(f"file must be a text stream such as sys.stderr, got {file!r}")
     out = sys.stdout if file is None else file
     print(format_environment(environment()), file=out)
 

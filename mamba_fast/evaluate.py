@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import numbers
 import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mamba_fast.data import IGNORED, Windows, evenly, load_data
-from mamba_fast.tokenizer import check_vocabulary
+from mamba_fast.config import shown
+from mamba_fast.data import Windows, evenly, load_data
+from mamba_fast.generate import check_model
+from mamba_fast.inputs import IGNORED
+from mamba_fast.tokenizer import as_tokenizer, check_vocabulary
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -27,7 +31,7 @@ def evaluate(
     model: MambaLM,
     data: Any,
     *,
-    tokenizer: Tokenizer | None = None,
+    tokenizer: Tokenizer | str | None = None,
     seq_len: int = 256,
     batch_size: int = 8,
     windows: int = 0,
@@ -45,9 +49,10 @@ def evaluate(
     model : MambaLM
     data
         A `TokenData`, or anything that `mamba_fast.data.load_data` reads with `tokenizer`.
-    tokenizer : Tokenizer or None
+    tokenizer : Tokenizer, what `load_tokenizer` takes, or None
         Needed for text, and for bits per byte.
     seq_len, batch_size : int >= 1
+        A `seq_len` beyond the data makes one window of all of it.
     windows : int >= 0
         How many windows, drawn evenly over the data; 0: all of them.
     packed : bool
@@ -66,21 +71,26 @@ def evaluate(
 
     Raises
     ------
+    TypeError
+        `model` is no model, or `tokenizer` no tokenizer
     ValueError
         the data is unusable or has nothing to predict, an argument is out of range, or the
         tokenizer's vocabulary is larger than the model's
     FloatingPointError
         the model's logits are not finite
     """
+    check_model(model)
+    tokenizer = as_tokenizer(tokenizer)
     for name, value, low in (("seq_len", seq_len, 1), ("batch_size", batch_size, 1), ("windows", windows, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise ValueError(f"{name} must be an integer of at least {low}, got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < low:
+            raise ValueError(f"{name} must be an integer of at least {low}, got {shown(value)}")
+    seq_len, batch_size, windows = int(seq_len), int(batch_size), int(windows)
     vocab = model.config.vocab_size
     if tokenizer is not None:
         check_vocabulary(tokenizer, vocab)
     pieces = Windows(load_data(data, tokenizer), seq_len, packed, vocab_size=vocab)
     chosen = evenly(len(pieces), windows)
-    rows = max(1, min(batch_size, _LOGITS // (seq_len * vocab)))
+    rows = max(1, min(batch_size, _LOGITS // (pieces.seq_len * vocab)))
 
     started = time.perf_counter()
     nats, tokens, top1, top5, n_bytes = 0.0, 0, 0, 0, 0
@@ -120,6 +130,8 @@ def evaluate(
     }
 
 
+# What underflows to 0 is meant to, whatever the program around has set numpy to do.
+@np.errstate(all="ignore")
 def _score(logits: NDArray[Any], targets: NDArray[np.int32]) -> tuple[float, NDArray[np.int64]]:
     """Summed loss in nats of logits (T, V) for targets (T), and each target's rank, 0 the best."""
     total = 0.0

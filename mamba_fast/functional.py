@@ -10,7 +10,8 @@ any float or integer type, layout and byte order, read-only or not. They are con
 and so is what comes back; backend "oracle" computes and returns float64.
 
 `backend` is a name or an object from `get_backend`: `get_backend("cython", threads=2)`. A backend
-made for a name is kept for the next call.
+made for a name is kept for the next call: what it read from the environment when it was made
+(OMP_NUM_THREADS, MAMBA_FAST_CPU) holds until the process ends. For other settings pass an object.
 
 A `_vjp` function returns `(outputs, backprop)`. `backprop(dy)` returns the gradients of
 sum(dy * y), by argument name, for those arguments that were given. It may be called again; the
@@ -21,7 +22,8 @@ been called: large ones are shared, not copied.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -103,6 +105,8 @@ def selective_scan(
         that after the last real position
     return_final_state
         True: return (y, final_state)
+    backend
+        a name, whose backend is made by the first call that asks for it and then kept, or an object
 
     Returns
     -------
@@ -182,6 +186,8 @@ def causal_conv1d(
         real positions of right-padded rows, in [1, L]; outputs beyond are 0
     return_final_state
         True: return (y, final_state)
+    backend
+        a name, whose backend is made by the first call that asks for it and then kept, or an object
 
     Returns
     -------
@@ -230,6 +236,8 @@ def rms_norm(
     w : (D,) or None (ones)
     eps
         above 0
+    backend
+        a name, whose backend is made by the first call that asks for it and then kept, or an object
 
     Returns
     -------
@@ -269,26 +277,43 @@ def rms_norm_vjp(
 # ---- parts ------------------------------------------------------------------------------------
 
 
-class _SequenceCall:
+class _SequenceCall(ABC):
     """A checked call of an op over sequences: its inputs as tensors, its forward and its backward.
 
-    `forward(grad)` returns (y, final_state, saved); `backward(dy, saved, d_final_state)` returns the
-    gradients by argument name, None where an argument was not given.
+    Parameters
+    ----------
+    arrays
+        the op's checked arrays by argument name, None for one that was not given
+    masks
+        `seq_start` and `lengths`, likewise
+    options
+        what else the op takes
+    y_shape, state_shape
+        of the op's outputs, which their gradients must have
     """
 
     def __init__(
         self,
         ops: Backend,
+        arrays: Mapping[str, np.ndarray | None],
+        masks: Mapping[str, np.ndarray | None],
+        options: Mapping[str, Any],
         y_shape: tuple[int, ...],
         state_shape: tuple[int, ...],
-        forward: Callable[..., tuple[Tensor, Tensor, Any]],
-        backward: Callable[[Tensor, Any, Tensor | None], dict[str, Tensor | None]],
     ) -> None:
         self._ops = ops
         self._y_shape = y_shape
         self._state_shape = state_shape
-        self.forward = forward
-        self._backward = backward
+        self._t = {name: _tensor(ops, array) for name, array in arrays.items()}
+        self._options = {**options, **{name: _tensor(ops, mask, "i32") for name, mask in masks.items()}}
+
+    @abstractmethod
+    def forward(self, *, grad: bool) -> tuple[Tensor, Tensor, Any]:
+        """y, the final state, and what the op saved."""
+
+    @abstractmethod
+    def backward(self, dy: Tensor, saved: Any, d_final_state: Tensor | None) -> dict[str, Tensor | None]:
+        """The gradients by argument name, None where an argument was not given."""
 
     def outputs(self, y: Tensor, final_state: Tensor, return_final_state: bool) -> Outputs:
         host = self._ops.to_host(y)
@@ -307,16 +332,93 @@ class _SequenceCall:
                     _numbers("d_final_state", d_final_state, self._state_shape), copy=False
                 )
             saved = unused.pop() if unused else self.forward(grad=True)[2]  # an op's saved value serves once
-            gradients = self._backward(dy_tensor, saved, d_state)
+            gradients = self.backward(dy_tensor, saved, d_state)
             return {name: ops.to_host(t) for name, t in gradients.items() if t is not None}
 
         return self.outputs(y, final_state, return_final_state), backprop
+
+    def _zeros_like(self, name: str) -> Tensor | None:
+        """Where the gradient of an argument is added up; None where it was not given."""
+        tensor = self._t[name]
+        return None if tensor is None else self._ops.zeros(tensor.shape)
+
+
+class _ScanCall(_SequenceCall):
+    """A call of the selective scan, from A_log on."""
+
+    def forward(self, *, grad: bool) -> tuple[Tensor, Tensor, Any]:
+        t = self._t
+        a, saved_decay = self._ops.decay(t["A_log"], grad=grad)
+        y, final_state, saved = self._ops.selective_scan(
+            t["u"],
+            t["delta"],
+            a,
+            t["B"],
+            t["C"],
+            t["D"],
+            t["z"],
+            t["delta_bias"],
+            initial_state=t["initial_state"],
+            **self._options,
+            grad=grad,
+        )
+        return y, final_state, (saved, saved_decay)
+
+    def backward(self, dy: Tensor, saved: Any, d_final_state: Tensor | None) -> dict[str, Tensor | None]:
+        saved_scan, saved_decay = saved
+        d_a, d_a_log = self._zeros_like("A_log"), self._zeros_like("A_log")
+        d_d, d_bias = self._zeros_like("D"), self._zeros_like("delta_bias")
+        scan = self._ops.selective_scan_backward(
+            dy,
+            saved_scan,
+            d_final_state=d_final_state,
+            d_a=d_a,
+            d_d=d_d,
+            d_delta_bias=d_bias,
+            need_d_initial_state=self._t["initial_state"] is not None,
+        )
+        self._ops.decay_backward(d_a, saved_decay, d_a_log=d_a_log)
+        return {
+            "u": scan.du,
+            "delta": scan.ddelta,
+            "A_log": d_a_log,
+            "B": scan.db,
+            "C": scan.dc,
+            "D": d_d,
+            "z": scan.dz,
+            "delta_bias": d_bias,
+            "initial_state": scan.d_initial_state,
+        }
+
+
+class _ConvCall(_SequenceCall):
+    """A call of the convolution."""
+
+    def forward(self, *, grad: bool) -> tuple[Tensor, Tensor, Any]:
+        t = self._t
+        return self._ops.conv1d(
+            t["x"], t["w"], t["bias"], initial_state=t["initial_state"], **self._options, grad=grad
+        )
+
+    def backward(self, dy: Tensor, saved: Any, d_final_state: Tensor | None) -> dict[str, Tensor | None]:
+        dw, dbias = self._zeros_like("w"), self._zeros_like("bias")
+        dx, d_state = self._ops.conv1d_backward(
+            dy,
+            saved,
+            self._t["w"],
+            dw=dw,
+            dbias=dbias,
+            d_final_state=d_final_state,
+            need_d_initial_state=self._t["initial_state"] is not None,
+        )
+        return {"x": dx, "w": dw, "bias": dbias, "initial_state": d_state}
 
 
 def _scan_call(
     u: Any, delta: Any, A_log: Any, B: Any, C: Any, D: Any, z: Any, delta_bias: Any, delta_softplus: bool,
     discretization: str, initial_state: Any, seq_start: Any, lengths: Any, backend: str | Backend,
-) -> _SequenceCall:  # fmt: skip
+) -> _ScanCall:  # fmt: skip
+    """The arguments of `selective_scan`, checked (ValueError) and moved to the backend."""
     if discretization not in ("zoh", "euler"):
         raise ValueError(f"discretization must be 'zoh' or 'euler', got {discretization!r}")
     u = _numbers("u", u, "(B, L, D)")
@@ -335,66 +437,16 @@ def _scan_call(
         "delta_bias": _optional("delta_bias", delta_bias, (width,), "(D,)"),
         "initial_state": _optional("initial_state", initial_state, (batch, width, states), "(B, D, N)"),
     }
-    restarts = check_seq_start(seq_start, (batch, length))
-    row_lengths = check_lengths(lengths, batch, length)
-    ops = _resolve(backend)
-    t = {name: _tensor(ops, array) for name, array in arrays.items()}
-    masks = {"seq_start": _tensor(ops, restarts, "i32"), "lengths": _tensor(ops, row_lengths, "i32")}
-
-    def forward(*, grad: bool) -> tuple[Tensor, Tensor, Any]:
-        a, saved_decay = ops.decay(t["A_log"], grad=grad)
-        y, final_state, saved = ops.selective_scan(
-            t["u"],
-            t["delta"],
-            a,
-            t["B"],
-            t["C"],
-            t["D"],
-            t["z"],
-            t["delta_bias"],
-            delta_softplus=delta_softplus,
-            discretization=discretization,
-            initial_state=t["initial_state"],
-            **masks,
-            grad=grad,
-        )
-        return y, final_state, (saved, saved_decay)
-
-    def backward(dy: Tensor, saved_both: Any, d_final_state: Tensor | None) -> dict[str, Tensor | None]:
-        saved, saved_decay = saved_both
-        d_a = ops.zeros((width, states))
-        d_a_log = ops.zeros((width, states))
-        d_d = None if t["D"] is None else ops.zeros((width,))
-        d_bias = None if t["delta_bias"] is None else ops.zeros((width,))
-        scan = ops.selective_scan_backward(
-            dy,
-            saved,
-            d_final_state=d_final_state,
-            d_a=d_a,
-            d_d=d_d,
-            d_delta_bias=d_bias,
-            need_d_initial_state=t["initial_state"] is not None,
-        )
-        ops.decay_backward(d_a, saved_decay, d_a_log=d_a_log)
-        return {
-            "u": scan.du,
-            "delta": scan.ddelta,
-            "A_log": d_a_log,
-            "B": scan.db,
-            "C": scan.dc,
-            "D": d_d,
-            "z": scan.dz,
-            "delta_bias": d_bias,
-            "initial_state": scan.d_initial_state,
-        }
-
-    return _SequenceCall(ops, (batch, length, width), (batch, width, states), forward, backward)
+    masks = _masks(seq_start, lengths, batch, length)
+    options = {"delta_softplus": delta_softplus, "discretization": discretization}
+    return _ScanCall(_resolve(backend), arrays, masks, options, u.shape, (batch, width, states))
 
 
 def _conv_call(
     x: Any, w: Any, bias: Any, activation: str | None, initial_state: Any, seq_start: Any, lengths: Any,
     backend: str | Backend,
-) -> _SequenceCall:  # fmt: skip
+) -> _ConvCall:  # fmt: skip
+    """The arguments of `causal_conv1d`, checked (ValueError) and moved to the backend."""
     if activation not in ("silu", None):
         raise ValueError(f"activation must be 'silu' or None, got {activation!r}")
     x = _numbers("x", x, "(B, L, D)")
@@ -402,45 +454,22 @@ def _conv_call(
     w = _numbers("w", w, "(D, K)")
     taps = w.shape[1]
     _shape("w", w, (width, taps), "(D, K)")
-    bias = _optional("bias", bias, (width,), "(D,)")
-    initial_state = _optional("initial_state", initial_state, (batch, taps - 1, width), "(B, K-1, D)")
-    restarts = check_seq_start(seq_start, (batch, length))
-    row_lengths = check_lengths(lengths, batch, length)
-    ops = _resolve(backend)
-    x_tensor, w_tensor, bias_tensor = (
-        ops.from_host(x, copy=False),
-        ops.from_host(w, copy=False),
-        _tensor(ops, bias),
-    )
-    state_tensor = _tensor(ops, initial_state)
-    masks = {"seq_start": _tensor(ops, restarts, "i32"), "lengths": _tensor(ops, row_lengths, "i32")}
+    state_shape = (batch, taps - 1, width)
+    arrays = {
+        "x": x,
+        "w": w,
+        "bias": _optional("bias", bias, (width,), "(D,)"),
+        "initial_state": _optional("initial_state", initial_state, state_shape, "(B, K-1, D)"),
+    }
+    masks = _masks(seq_start, lengths, batch, length)
+    return _ConvCall(_resolve(backend), arrays, masks, {"activation": activation}, x.shape, state_shape)
 
-    def forward(*, grad: bool) -> tuple[Tensor, Tensor, Any]:
-        return ops.conv1d(
-            x_tensor,
-            w_tensor,
-            bias_tensor,
-            initial_state=state_tensor,
-            **masks,
-            activation=activation,
-            grad=grad,
-        )
 
-    def backward(dy: Tensor, saved: Any, d_final_state: Tensor | None) -> dict[str, Tensor | None]:
-        dw = ops.zeros((width, taps))
-        dbias = None if bias_tensor is None else ops.zeros((width,))
-        dx, d_state = ops.conv1d_backward(
-            dy,
-            saved,
-            w_tensor,
-            dw=dw,
-            dbias=dbias,
-            d_final_state=d_final_state,
-            need_d_initial_state=state_tensor is not None,
-        )
-        return {"x": dx, "w": dw, "bias": dbias, "initial_state": d_state}
-
-    return _SequenceCall(ops, (batch, length, width), (batch, taps - 1, width), forward, backward)
+def _masks(seq_start: Any, lengths: Any, batch: int, length: int) -> dict[str, np.ndarray | None]:
+    return {
+        "seq_start": check_seq_start(seq_start, (batch, length)),
+        "lengths": check_lengths(lengths, batch, length),
+    }
 
 
 def _norm_inputs(x: Any, w: Any, eps: float, backend: str | Backend) -> tuple[Backend, Tensor, Tensor | None]:
@@ -460,7 +489,10 @@ def _resolve(backend: str | Backend) -> Backend:
 
 @lru_cache(maxsize=8)
 def _named(name: str) -> Backend:
-    """The backend of a name, made once: making one reads the installed packages' metadata."""
+    """The backend of a name, made once: making one reads the installed packages' metadata.
+
+    The environment is read then and not again, as the module's docstring says.
+    """
     return get_backend(name)
 
 

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mamba_fast import inputs
+from mamba_fast.config import shown
+from mamba_fast.tokenizer import as_tokenizer
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -26,11 +28,14 @@ if TYPE_CHECKING:
     from mamba_fast.model import MambaLM
     from mamba_fast.tokenizer import Tokenizer
 
-__all__ = ["Sampler", "generate", "pad_left", "stream"]
+__all__ = ["Sampler", "check_model", "generate", "pad_left", "stream"]
 
 # A longer prompt goes through the model in pieces of this many tokens, so that the activations of a
 # prefill do not grow with the prompt. The state carries everything from piece to piece.
 PREFILL_PIECE = 4096
+
+_HUGE = float(np.finfo(np.float64).max)
+_LARGEST_ID = int(np.iinfo(np.int64).max)
 
 
 def generate(
@@ -47,7 +52,7 @@ def generate(
     attention_mask: ArrayLike | None = None,
     pad_id: int | None = None,
     vocab_limit: int | None = None,
-    tokenizer: Tokenizer | None = None,
+    tokenizer: Tokenizer | str | None = None,
     progress: bool = False,
 ) -> NDArray[np.int64]:
     """Continue each row of a batch of prompts.
@@ -85,7 +90,7 @@ def generate(
         the tokenizer's, else 0.
     vocab_limit : int or None
         Ids from here up are never produced: for a model whose vocabulary was rounded up.
-    tokenizer : Tokenizer or None
+    tokenizer : Tokenizer, what `load_tokenizer` takes, or None
         Needed for strings in `stop` only.
     progress : bool
         Show a progress bar on stderr.
@@ -130,7 +135,7 @@ def stream(
     attention_mask: ArrayLike | None = None,
     pad_id: int | None = None,
     vocab_limit: int | None = None,
-    tokenizer: Tokenizer | None = None,
+    tokenizer: Tokenizer | str | None = None,
 ) -> Iterator[NDArray[np.int64]]:
     """The new tokens of `generate` one step at a time, as they are made.
 
@@ -138,6 +143,8 @@ def stream(
     `max_new_tokens` of them; finished rows yield `pad_id`. The model computes between two yields, so
     to stop early is to stop asking.
     """
+    check_model(model)
+    tokenizer = as_tokenizer(tokenizer)
     vocab = int(model.config.vocab_size)
     prompt, mask = _check_prompt(ids, attention_mask, vocab)
     count = _integer("max_new_tokens", max_new_tokens, low=0)
@@ -225,15 +232,19 @@ class Sampler:
     ) -> None:
         self.temperature = _number("temperature", temperature)
         if self.temperature < 0:
-            raise ValueError(f"temperature must be 0 (greedy) or above, got {temperature}")
+            raise ValueError(f"temperature must be 0 (greedy) or above, got {shown(temperature)}")
         self.top_k = 0 if top_k is None else _integer("top_k", top_k, low=0)
         self.top_p = _number("top_p", top_p)
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {top_p}")
+            raise ValueError(f"top_p must be in (0, 1], got {shown(top_p)}")
         self.repetition_penalty = _number("repetition_penalty", repetition_penalty)
         if self.repetition_penalty <= 0:
-            raise ValueError(f"repetition_penalty must be above 0 (1 is off), got {repetition_penalty}")
+            raise ValueError(
+                f"repetition_penalty must be above 0 (1 is off), got {shown(repetition_penalty)}"
+            )
 
+    # Overflow and underflow are meant here, whatever the program around has set numpy to do.
+    @np.errstate(all="ignore")
     def choose(
         self, logits: ArrayLike, random: np.random.Generator, seen: NDArray[np.bool_] | None = None
     ) -> int:
@@ -257,12 +268,14 @@ class Sampler:
             )
         if seen is not None and self.repetition_penalty != 1.0:
             old = x[seen]
-            x[seen] = np.where(old > 0, old / self.repetition_penalty, old * self.repetition_penalty)
+            new = np.where(old > 0, old / self.repetition_penalty, old * self.repetition_penalty)
+            # An extreme penalty overflows: to the largest number there is, so that what was allowed
+            # stays so, and what was not (-inf) as well.
+            x[seen] = np.where(np.isfinite(old), np.clip(new, -_HUGE, _HUGE), old)
         if self.temperature == 0:
             return int(x.argmax())
-        x -= x.max()  # before the division, which could overflow otherwise
-        with np.errstate(over="ignore"):  # to -inf: a tiny temperature leaves the best alone
-            x /= self.temperature
+        x -= x.max()  # before the division, which then overflows to -inf only
+        x /= self.temperature  # a tiny temperature leaves the best alone
         if 0 < self.top_k < len(x):
             x[~_largest(x, self.top_k)] = -np.inf
         p = np.exp(x)
@@ -287,7 +300,14 @@ def _largest(x: NDArray[np.float64], k: int) -> NDArray[np.bool_]:
 
 def pad_left(prompts: Sequence[ArrayLike], pad_id: int = 0) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Prompts of different lengths as one batch: (ids (B, L), attention_mask (B, L)) for `generate`."""
-    rows = [np.asarray(prompt) for prompt in prompts]
+    if not hasattr(prompts, "__iter__") or isinstance(prompts, str):
+        raise TypeError(f"pad_left needs a list of prompts, each a list of ids, got {shown(prompts)}")
+    rows = []
+    for i, prompt in enumerate(prompts):
+        try:
+            rows.append(np.asarray(prompt))
+        except (ValueError, OverflowError):  # numpy's messages speak of its own internals
+            raise ValueError(f"prompt {i} must be a flat list of ids, got {shown(prompt)}") from None
     if not rows:
         raise ValueError("pad_left needs at least one prompt, got none")
     for i, row in enumerate(rows):
@@ -296,7 +316,7 @@ def pad_left(prompts: Sequence[ArrayLike], pad_id: int = 0) -> tuple[NDArray[np.
         if row.dtype.kind not in "iu":
             raise ValueError(f"prompt {i} has dtype {row.dtype}, expected integers")
     length = max(map(len, rows))
-    ids = np.full((len(rows), length), _integer("pad_id", pad_id, low=0), np.int64)
+    ids = np.full((len(rows), length), _integer("pad_id", pad_id, low=0, high=_LARGEST_ID), np.int64)
     mask = np.zeros(ids.shape, bool)
     for i, row in enumerate(rows):
         ids[i, length - len(row) :] = row
@@ -371,10 +391,10 @@ def _integer(name: str, value: Any, *, low: int, high: int | None = None) -> int
         if isinstance(value, bool | np.bool_):
             raise TypeError
     except TypeError:
-        raise TypeError(f"{name} must be an integer, got {value!r}") from None
+        raise TypeError(f"{name} must be an integer, got {shown(value)}") from None
     if number < low or (high is not None and number > high):
         wanted = f"at least {low}" if high is None else f"in [{low}, {high}]"
-        raise ValueError(f"{name} must be {wanted}, got {number}")
+        raise ValueError(f"{name} must be {wanted}, got {shown(number)}")
     return number
 
 
@@ -384,15 +404,27 @@ def _number(name: str, value: Any) -> float:
             raise TypeError
         number = float(value)
     except (TypeError, ValueError):
-        raise TypeError(f"{name} must be a number, got {value!r}") from None
+        raise TypeError(f"{name} must be a number, got {shown(value)}") from None
+    except OverflowError:  # an integer beyond every float
+        number = math.inf
     if not math.isfinite(number):
-        raise ValueError(f"{name} must be finite, got {number}")
+        raise ValueError(f"{name} must be finite, got {shown(value)}")
     return number
 
 
+def check_model(model: Any) -> None:
+    """TypeError for what is no model, a folder's name above all."""
+    if not hasattr(model, "config") or not hasattr(model.config, "vocab_size"):
+        raise TypeError(f"model must be a MambaLM (load_model reads one from a folder), got {shown(model)}")
+
+
 def _rectangle(ids: ArrayLike) -> NDArray[Any]:
+    if isinstance(ids, np.ma.MaskedArray):
+        raise ValueError("ids is masked, and its mask would be lost: say what is padding with attention_mask")
     try:
         array = np.asarray(ids)
+    except OverflowError:
+        raise ValueError("ids holds an integer that is too large for any vocabulary") from None
     except ValueError:
         raise ValueError("ids has rows of different lengths: make a batch of them with pad_left") from None
     return array[None, :] if array.ndim == 1 else array

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mamba_fast.checkpoint import write_bytes
+from mamba_fast.checkpoint import write_bytes, writing_failed
+from mamba_fast.config import parse_json
 
 __all__ = ["MetricsLog", "read_log"]
 
@@ -29,6 +30,8 @@ class MetricsLog:
     resumed_step
         go on with an existing log: records of later steps, which the resumed run will write again,
         and a last line that a crash cut short are removed first
+
+    OSError, which names the file, where the disk is full or the file cannot be written.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, resumed_step: int | None = None) -> None:
@@ -37,11 +40,18 @@ class MetricsLog:
         if resumed_step is not None and path.exists():
             kept = [record for record in read_log(path) if record["step"] <= resumed_step]
         write_bytes(path, "".join(map(_line, kept)).encode())
-        self._file = open(path, "a", encoding="utf-8", newline="\n", buffering=1)  # noqa: SIM115 (see close)
+        self._path = path
+        # Without a buffer, which would hold a line that a full disk refused and refuse again on closing.
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (see close)
 
     def write(self, event: str, step: int, **values: Any) -> None:
         """Append one record."""
-        self._file.write(_line({"event": event, "step": step, **values}))
+        line = _line({"event": event, "step": step, **values}).encode()
+        try:
+            while line:  # a nearly full disk takes a part first
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            raise writing_failed(self._path, error) from error
 
     def close(self) -> None:
         self._file.close()
@@ -68,7 +78,7 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
     lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines[:-1], 1):  # what follows the last line end is cut short or nothing
         try:
-            record = json.loads(line)
+            record = parse_json(line)
         except ValueError:
             record = None
         if not isinstance(record, dict) or not isinstance(record.get("step"), int) or "event" not in record:

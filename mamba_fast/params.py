@@ -8,9 +8,9 @@ each parameter as a view in its own shape. Everything is keyed by name, never by
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from mamba_fast.backend import Backend, Tensor
 from mamba_fast.config import MambaConfig
@@ -27,7 +27,9 @@ __all__ = [
     "bind",
     "model_layout",
     "param_matrix_shape",
+    "parameter_count",
     "parameter_shapes",
+    "shapes_in_order",
 ]
 
 BLOCK_PARAMETERS = (
@@ -75,6 +77,35 @@ def parameter_shapes(config: MambaConfig) -> dict[str, tuple[int, ...]]:
     `embedding`, then `layer{i}.{name}`, then `final_norm`, then `lm_head` unless it is tied to the
     embedding, then `lm_head_bias`. Biases that the config switches off are absent.
     """
+    return dict(shapes_in_order(config))
+
+
+def shapes_in_order(config: MambaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """`parameter_shapes` one by one: nothing is made for layers that nobody gets to."""
+    block = _present_in_block(config)
+    yield "embedding", (config.vocab_size, config.d_model)
+    for i in range(config.n_layers):
+        for name, shape in block.items():
+            yield f"layer{i}.{name}", shape
+    yield "final_norm", (config.d_model,)
+    if not config.tie_embeddings:
+        yield "lm_head", (config.vocab_size, config.d_model)
+    if config.use_lm_head_bias:
+        yield "lm_head_bias", (config.vocab_size,)
+
+
+def parameter_count(config: MambaConfig) -> int:
+    """How many numbers the parameters of a model hold, whatever its size."""
+    block = sum(math.prod(shape) for shape in _present_in_block(config).values())
+    # Embedding, final norm and head do not depend on the depth.
+    outside = sum(
+        math.prod(shape) for name, shape in shapes_in_order(config.replace(n_layers=1)) if "." not in name
+    )
+    return outside + config.n_layers * block
+
+
+def _present_in_block(config: MambaConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of one block's parameters."""
     absent = set()
     if not config.use_bias:
         absent |= {"bInProj", "bOutProj"}
@@ -82,16 +113,7 @@ def parameter_shapes(config: MambaConfig) -> dict[str, tuple[int, ...]]:
         absent.add("bConv")
     if not config.use_x_proj_bias:
         absent.add("bXProj")
-    block = {name: shape for name, shape in _block_shapes(config).items() if name not in absent}
-    shapes: dict[str, tuple[int, ...]] = {"embedding": (config.vocab_size, config.d_model)}
-    for i in range(config.n_layers):
-        shapes.update({f"layer{i}.{name}": shape for name, shape in block.items()})
-    shapes["final_norm"] = (config.d_model,)
-    if not config.tie_embeddings:
-        shapes["lm_head"] = (config.vocab_size, config.d_model)
-    if config.use_lm_head_bias:
-        shapes["lm_head_bias"] = (config.vocab_size,)
-    return shapes
+    return {name: shape for name, shape in _block_shapes(config).items() if name not in absent}
 
 
 def param_matrix_shape(name: str, config: MambaConfig) -> tuple[int, int] | None:
@@ -222,6 +244,10 @@ class Slabs:
 
     def __getitem__(self, name: str) -> Tensor:
         return self._views[name]
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        # Copied one by one, the flat tensors and their views would no longer share memory.
+        raise TypeError("slabs of parameters cannot be copied or pickled by themselves: copy the model")
 
     def zero(self) -> None:
         """Set every element to 0."""

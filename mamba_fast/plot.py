@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mamba_fast.checkpoint import writing_failed
 from mamba_fast.metrics import read_log
 
 __all__ = ["can_plot", "plot_losses"]
@@ -23,7 +24,7 @@ def plot_losses(log: str | os.PathLike[str], picture: str | os.PathLike[str]) ->
     """Draw the training and validation losses of a log (`metrics.read_log`) into a PNG file.
 
     ModuleNotFoundError without matplotlib; FileNotFoundError without the log; ValueError if the log
-    has no loss in it yet.
+    has no loss in it yet; OSError, which names the picture, where it cannot be written.
     """
     figure_module = _import_figure()
     records = read_log(log)
@@ -47,6 +48,8 @@ def plot_losses(log: str | os.PathLike[str], picture: str | os.PathLike[str]) ->
     try:
         figure.savefig(temporary, format="png")
         os.replace(temporary, picture)
+    except OSError as error:
+        raise writing_failed(picture, error) from error
     finally:
         temporary.unlink(missing_ok=True)
 

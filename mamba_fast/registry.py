@@ -24,7 +24,6 @@ from mamba_fast.backend import (
     BackendError,
     BackendLoadError,
     BackendNotFoundError,
-    BackendUnavailableError,
 )
 
 __all__ = ["GROUP", "BackendInfo", "get_backend", "list_backends"]
@@ -241,17 +240,21 @@ def _check_options(name: str, factory: Callable[..., Any], options: dict[str, An
 
 
 def _choose() -> Backend:
-    """The backend that "auto" stands for."""
-    # A plugin says itself whether it beats the CPU kernels here: a software adapter does not.
-    for name in [*_plugin_names(), *_BUILT_IN]:
+    """The backend that "auto" stands for: a plugin that says it is faster here, else the CPU kernels.
+
+    Never the oracle: it is thousands of times slower, and nobody who let the package choose means it. What
+    keeps the CPU kernels from running is therefore the caller's error.
+    """
+    for name in _plugin_names():
         try:
             backend = _create(name, {})
         except BackendError as error:
             _log.info("auto: %s passed over: %s", name, error)
             continue
-        if name not in _BUILT_IN and not backend.preferred_to_cpu:
-            _log.info("auto: %s passed over: not faster than the CPU kernels here", name)
-            continue
-        _log.info("auto: using %s (%s)", name, backend.describe())
-        return backend
-    raise BackendUnavailableError(f"no backend works here; installed are {_installed()}")
+        if backend.preferred_to_cpu:
+            break
+        _log.info("auto: %s passed over: not faster than the CPU kernels here", name)
+    else:
+        name, backend = "cython", _create("cython", {})
+    _log.info("auto: using %s (%s)", name, backend.describe())
+    return backend

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mamba_fast.backend import Backend, Tensor
 from mamba_fast.config import MambaConfig
@@ -23,7 +23,8 @@ class LayerState(NamedTuple):
 class DecodeState:
     """The memory of a batch of sequences: fixed in size, whatever number of tokens it has seen.
 
-    `prefill` and `step` update it. All zeros is the state before the first token.
+    `prefill` and `step` update it. All zeros is the state before the first token. A copy is on the
+    same backend. Pickled, it holds host arrays; unpickled, it belongs to the model that uses it first.
 
     Attributes
     ----------
@@ -35,6 +36,7 @@ class DecodeState:
     def __init__(self, backend: Backend, layers: list[LayerState]) -> None:
         self._backend = backend
         self.layers = layers
+        self._may_move = False  # to another backend object: it was unpickled and no model has used it yet
 
     @classmethod
     def zeros(cls, backend: Backend, config: MambaConfig, batch: int) -> DecodeState:
@@ -55,15 +57,37 @@ class DecodeState:
 
     def copy(self) -> DecodeState:
         """An independent copy: two continuations of one prompt."""
-        return DecodeState(
-            self._backend, [LayerState(self._copy(s.conv), self._copy(s.ssm)) for s in self.layers]
+        twin = DecodeState(
+            self._backend, [LayerState(self._copied(s.conv), self._copied(s.ssm)) for s in self.layers]
         )
+        twin._may_move = self._may_move
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DecodeState:
+        return self.copy()
+
+    __copy__ = copy
+
+    def __getstate__(self) -> dict[str, Any]:
+        to_host = self._backend.to_host
+        return {
+            "backend": self._backend,
+            "layers": [(to_host(layer.conv), to_host(layer.ssm)) for layer in self.layers],
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._backend = state["backend"]
+        self.layers = [LayerState(*map(self._backend.from_host, layer)) for layer in state["layers"]]
+        self._may_move = True
 
     def check(self, backend: Backend, config: MambaConfig) -> None:
-        """ValueError unless this is a state of a model with this backend object and these sizes."""
+        """ValueError unless this is a state of a model with this backend object and these sizes.
+
+        An unpickled one that no model has used yet moves to this backend.
+        """
         e, n, k = config.d_inner, config.d_state, config.d_conv
         fault = None
-        if self._backend is not backend:
+        if self._backend is not backend and not self._may_move:
             fault = (
                 f"it lies on another backend object ({self._backend.name!r}; the model's: {backend.name!r})"
             )
@@ -80,6 +104,14 @@ class DecodeState:
             raise ValueError(
                 f"state is not one of this model: {fault}; make one with model.init_state(batch)"
             )
+        if self._backend is not backend:
+            to_host = self._backend.to_host
+            self.layers = [
+                LayerState(backend.from_host(to_host(layer.conv)), backend.from_host(to_host(layer.ssm)))
+                for layer in self.layers
+            ]
+            self._backend = backend
+        self._may_move = False
 
     def advance(self, layers: list[LayerState], staying: Sequence[int] = ()) -> None:
         """Take over the layers of a later moment, but for the rows `staying`, which keep what they hold.
@@ -96,7 +128,7 @@ class DecodeState:
                         )
         self.layers = layers
 
-    def _copy(self, tensor: Tensor) -> Tensor:
+    def _copied(self, tensor: Tensor) -> Tensor:
         copy = self._backend.empty(tensor.shape)
         self._backend.copy_(copy, tensor)
         return copy

@@ -11,6 +11,7 @@ from __future__ import annotations
 import codecs
 import importlib
 import json
+import numbers
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -19,7 +20,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
-from mamba_fast.checkpoint import write_bytes
+from mamba_fast.checkpoint import given_path, write_bytes
+from mamba_fast.config import parse_json, shown
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -29,6 +31,8 @@ __all__ = [
     "HFTokenizer",
     "StreamDecoder",
     "Tokenizer",
+    "as_tokenizer",
+    "check_bpe_size",
     "check_vocabulary",
     "load_tokenizer",
     "train_bpe",
@@ -40,6 +44,14 @@ HF_FILE = "tokenizer.json"
 # Names under which published tokenizers keep their end-of-text and padding tokens.
 _EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>", "[SEP]")
 _PAD_NAMES = ("<|pad|>", "<|padding|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>")
+
+
+# What a vocabulary learnt here has besides the bytes.
+_BPE_SPECIALS = ("<|endoftext|>", "<|pad|>")
+
+# The library makes room for a vocabulary at once and ends the process where there is none.
+_LARGEST_VOCABULARY = 1 << 20
+_LARGEST_FREQUENCY = 1 << 40
 
 
 class StreamDecoder(Protocol):
@@ -155,6 +167,9 @@ class _ByteStream:
 class HFTokenizer(Tokenizer):
     """A Hugging Face tokenizer, from its `tokenizer.json`.
 
+    Where a text spells out a special token, such as `<|endoftext|>`, that token is what it becomes;
+    every other text of a byte-level vocabulary comes back from `decode` as it was.
+
     Parameters
     ----------
     path
@@ -177,7 +192,7 @@ class HFTokenizer(Tokenizer):
     def __init__(
         self, path: str | os.PathLike[str], *, eos_token: str | None = None, pad_token: str | None = None
     ) -> None:
-        file = Path(path)
+        file = given_path(path, "the tokenizer's path")
         if file.is_dir():
             file = file / HF_FILE
         if not file.is_file():
@@ -186,10 +201,14 @@ class HFTokenizer(Tokenizer):
         try:
             self._json = file.read_text(encoding="utf-8")
             self._tokenizer = tokenizers.Tokenizer.from_str(self._json)
+        except OSError:
+            raise
         except Exception as error:  # the parser raises bare Exception
             raise ValueError(f"{file} is not a Hugging Face tokenizer.json: {error}") from None
         named = _special_tokens_beside(file)
-        self._finish(str(file), eos_token or named.get("eos_token"), pad_token or named.get("pad_token"))
+        eos_token = named.get("eos_token") if eos_token is None else eos_token
+        pad_token = named.get("pad_token") if pad_token is None else pad_token
+        self._finish(str(file), eos_token, pad_token)
 
     @classmethod
     def _of(cls, tokenizer: Any, eos_token: str, pad_token: str) -> HFTokenizer:
@@ -210,7 +229,9 @@ class HFTokenizer(Tokenizer):
         self.vocab_size = max(vocabulary.values()) + 1  # ids may have holes
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = frozenset(id for id, token in added.items() if token.special)
-        for name in (eos_token, pad_token):
+        for key, name in (("eos_token", eos_token), ("pad_token", pad_token)):
+            if name is not None and not isinstance(name, str):
+                raise ValueError(f"{key} of {origin} must be a token's text, got {shown(name)}")
             if name is not None and name not in vocabulary:
                 raise ValueError(f"{origin} has no token {name!r}; special tokens: {self._special_names()}")
         self.eos_token = eos_token or next((n for n in _EOS_NAMES if n in vocabulary), None)
@@ -318,10 +339,10 @@ def train_bpe(
     ----------
     texts : iterable of str
         Read once.
-    vocab_size : int >= 258
+    vocab_size : int in [258, 2^20]
         Ids in all: 256 bytes, `<|endoftext|>`, `<|pad|>` and the merges learnt. A small text may
         give fewer; the result's `vocab_size` says how many there are.
-    min_frequency : int >= 1
+    min_frequency : int in [1, 2^40]
         A pair must occur this often to be merged.
     progress : bool
         Show how many texts have been read, on stderr.
@@ -330,12 +351,9 @@ def train_bpe(
     """
     if isinstance(texts, str):
         raise TypeError("texts must be an iterable of texts, got one string: pass [text]")
-    specials = ["<|endoftext|>", "<|pad|>"]
-    least = 256 + len(specials)
-    if isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or vocab_size < least:
-        raise ValueError(f"vocab_size must be an integer of at least {least} (the bytes), got {vocab_size!r}")
-    if isinstance(min_frequency, bool) or not isinstance(min_frequency, int) or min_frequency < 1:
-        raise ValueError(f"min_frequency must be an integer of at least 1, got {min_frequency!r}")
+    specials = list(_BPE_SPECIALS)
+    vocab_size = check_bpe_size(vocab_size)
+    min_frequency = _size("min_frequency", min_frequency, 1, _LARGEST_FREQUENCY)
     tokenizers = _import_tokenizers()
     models, trainers = tokenizers.models, tokenizers.trainers
     byte_level = tokenizers.pre_tokenizers.ByteLevel
@@ -368,6 +386,11 @@ def train_bpe(
     return HFTokenizer._of(tokenizer, *specials)
 
 
+def check_bpe_size(vocab_size: int) -> int:
+    """A number of ids that `train_bpe` can make; ValueError for any other."""
+    return _size("vocab_size", vocab_size, 256 + len(_BPE_SPECIALS), _LARGEST_VOCABULARY)
+
+
 def load_tokenizer(source: str | os.PathLike[str]) -> Tokenizer:
     """A tokenizer by name or from where it was saved.
 
@@ -386,7 +409,7 @@ def load_tokenizer(source: str | os.PathLike[str]) -> Tokenizer:
     """
     if source == ByteTokenizer.kind:
         return ByteTokenizer()
-    path = Path(source)
+    path = given_path(source, "the tokenizer's path")
     if not path.is_dir():
         if path.exists():
             return HFTokenizer(path)
@@ -399,7 +422,7 @@ def load_tokenizer(source: str | os.PathLike[str]) -> Tokenizer:
             return HFTokenizer(path)
         raise FileNotFoundError(f"directory {path} holds no tokenizer: expected {KIND_FILE} or {HF_FILE}")
     try:
-        described = json.loads(kind_file.read_text(encoding="utf-8"))
+        described = parse_json(kind_file.read_bytes())
         kind = described["kind"]
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{kind_file} is damaged: expected a JSON object with the key 'kind'") from None
@@ -407,7 +430,17 @@ def load_tokenizer(source: str | os.PathLike[str]) -> Tokenizer:
         return ByteTokenizer()
     if kind == HFTokenizer.kind:
         return HFTokenizer(path, eos_token=described.get("eos_token"), pad_token=described.get("pad_token"))
-    raise ValueError(f"{kind_file} names the kind {kind!r}, expected 'bytes' or 'huggingface'")
+    raise ValueError(f"{kind_file} names the kind {shown(kind)}, expected 'bytes' or 'huggingface'")
+
+
+def as_tokenizer(tokenizer: Any) -> Any:
+    """What a function's `tokenizer` argument stands for: a tokenizer or None as it is, a name or path
+    through `load_tokenizer`. TypeError for anything else."""
+    if isinstance(tokenizer, str | os.PathLike):
+        return load_tokenizer(tokenizer)
+    if tokenizer is not None and (isinstance(tokenizer, type) or not hasattr(tokenizer, "eos_id")):
+        raise TypeError(f"tokenizer must be a Tokenizer, 'bytes' or a path, got {shown(tokenizer)}")
+    return tokenizer
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -434,6 +467,12 @@ def _import_tokenizers() -> Any:
         ) from None
 
 
+def _size(name: str, value: Any, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not low <= value <= high:
+        raise ValueError(f"{name} must be an integer in [{low}, {high}], got {shown(value)}")
+    return int(value)
+
+
 def _utf8(text: str) -> bytes:
     if not isinstance(text, str):
         raise TypeError(f"a text must be a str, got {type(text).__name__}")
@@ -451,7 +490,7 @@ def _special_tokens_beside(file: Path) -> dict[str, str]:
     if not config.is_file():
         return {}
     try:
-        values = json.loads(config.read_text(encoding="utf-8"))
+        values = parse_json(config.read_bytes())
         found = {}
         for key in ("eos_token", "pad_token"):
             token = values.get(key)

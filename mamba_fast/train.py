@@ -10,11 +10,9 @@ from __future__ import annotations
 import logging
 import math
 import os
-import signal
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,19 +21,24 @@ import numpy as np
 from tqdm import tqdm
 
 from mamba_fast.backend import Tensor
-from mamba_fast.checkpoint import write_model
+from mamba_fast.checkpoint import given_path, write_model
 from mamba_fast.config import TrainConfig
-from mamba_fast.data import IGNORED, TokenData, TokenizerNeededError, Windows, evenly, load_data, shuffled
+from mamba_fast.data import IGNORED, Windows, shuffled
+from mamba_fast.interrupts import Stop, ctrl_c
 from mamba_fast.metrics import MetricsLog
 from mamba_fast.model import MambaLM
 from mamba_fast.optim import AdamW, OptimizerStats, schedule
 from mamba_fast.plot import can_plot, plot_losses
-from mamba_fast.tokenizer import ByteTokenizer, Tokenizer, check_vocabulary
+from mamba_fast.run_lock import locked
+from mamba_fast.tokenizer import Tokenizer, as_tokenizer
+from mamba_fast.training_data import TrainingData, training_data
 from mamba_fast.training_state import (
+    NotFiniteError,
     TrainerState,
     check_fresh,
     find_checkpoint,
     load_checkpoint,
+    newest_checkpoint,
     run_folder,
     save_checkpoint,
 )
@@ -52,11 +55,14 @@ _SKIPPED_LIMIT = 100
 # Losses kept on the device before they are read back, if no line of the log is due before.
 _LOSS_SLOTS = 64
 
+# Beyond this a float no longer counts steps one by one, and no run ends.
+_MOST_STEPS = 2**53
+
 _log = logging.getLogger("mamba_fast")
 
 
 class TrainingDivergedError(RuntimeError):
-    """Gradients stay not finite: training cannot go on."""
+    """Gradients stay not finite, or weights are: training cannot go on."""
 
 
 @dataclass
@@ -91,7 +97,7 @@ def train(
     *,
     out: str | os.PathLike[str] | None = None,
     resume: bool | str | os.PathLike[str] | None = None,
-    tokenizer: Tokenizer | None = None,
+    tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
     validation: Any = None,
     progress: bool = True,
 ) -> TrainResult:
@@ -115,7 +121,8 @@ def train(
         run's newest. The run continues bit for bit as if it had never stopped, given the same
         configuration (`steps` or `epochs` may grow; a cosine follows the new total) and the same data.
     tokenizer
-        of the data, saved with the model. Text without one is read as bytes (`ByteTokenizer`).
+        of the data, saved with the model; an object, or what `load_tokenizer` takes. Where `data` is
+        text without one, both `data` and `validation` are read as bytes (`ByteTokenizer`).
     progress
         show a bar with loss, tokens/s and the time left, on stderr
 
@@ -126,74 +133,51 @@ def train(
     Raises
     ------
     ValueError
-        the data is shorter than one window or does not fit the model's vocabulary; what `load_data`
-        raises; the checkpoint belongs to another model, configuration or data
+        the data is shorter than one window, has nothing to predict or does not fit the model's
+        vocabulary; what `load_data` raises; `validation` is text, while `data` is ids and no tokenizer
+        says what they mean; the checkpoint belongs to another model, configuration or data, or is
+        damaged. Ids in data of more than 64 million tokens are looked at as they are read; where one is
+        wrong, a checkpoint of the steps so far is written first.
     FileExistsError
-        `out` holds another run already
+        `out` holds another run already, or another training is writing into it
     FileNotFoundError
         there is no data or nothing to resume
     KeyboardInterrupt
         Ctrl-C: the step was finished and a checkpoint written; the message says where. A second
         Ctrl-C stops at once. (In the main thread only; elsewhere Python does not deliver it.)
     TrainingDivergedError
-        the gradients of 100 steps in a row were not finite
+        the gradients of 100 steps in a row were not finite, or a weight is not finite where it should
+        be saved
     OSError
         a checkpoint could not be written; those before it are untouched
     """
+    if not isinstance(model, MambaLM):
+        raise TypeError(f"model must be a MambaLM, got {type(model).__name__}")
     config = TrainConfig() if config is None else config
     if not isinstance(config, TrainConfig):
         raise TypeError(f"config must be a TrainConfig, got {type(config).__name__}")
-    checkpoint = None if resume is None or resume is False else find_checkpoint(resume, _path(out))
-    folder = _path(out) if out is not None or checkpoint is None else run_folder(checkpoint)
+    tokenizer = as_tokenizer(tokenizer)
+    folder = None if out is None else given_path(out, "out")
+    checkpoint = None if resume is None or resume is False else find_checkpoint(resume, folder)
+    if checkpoint is not None and folder is None:
+        folder = run_folder(checkpoint)
     goes_on = checkpoint is not None and folder is not None and run_folder(checkpoint) == folder.resolve()
-    if folder is not None and not goes_on:
-        check_fresh(folder, 0)
-
-    tokens, tokenizer = _load(data, tokenizer, progress)
-    if tokenizer is not None:
-        check_vocabulary(tokenizer, model.config.vocab_size)
-    if validation is None:
-        training, held_out = tokens.split(config.validation_fraction, config.seed)
-    else:
-        training, (held_out, _) = tokens, _load(validation, tokenizer, progress)
-    _check_length(training, config, tokens)
-
     before = set(model.store.trainable)
-    if config.wsla:
-        model.store.trainable = {n for n in model.store.names if n.endswith((".wXProj", ".bXProj"))}
-    try:
-        run = _Run(model, training, held_out, config, folder, tokenizer)
-        if checkpoint is not None:
-            run.resume(checkpoint)
-        if folder is not None and goes_on:
-            check_fresh(folder, run.state.step)
-        return run.run(progress, resumed_step=run.state.step if goes_on else None)
-    finally:
-        model.store.trainable = before
-
-
-def _path(out: str | os.PathLike[str] | None) -> Path | None:
-    return None if out is None else Path(out)
-
-
-def _load(source: Any, tokenizer: Tokenizer | None, progress: bool) -> tuple[TokenData, Tokenizer | None]:
-    """The data, and the tokenizer that made it."""
-    try:
-        return load_data(source, tokenizer, progress=progress), tokenizer
-    except TokenizerNeededError:
-        tokenizer = ByteTokenizer()
-        return load_data(source, tokenizer, progress=progress), tokenizer
-
-
-def _check_length(training: TokenData, config: TrainConfig, tokens: TokenData) -> None:
-    pairs = max(0, len(training) - 1)
-    if pairs < config.seq_len:
-        held = len(tokens) - len(training)
-        after = f" (after holding out {held} for validation)" if held else ""
-        raise ValueError(
-            f"the training data has {pairs} tokens to predict{after}, fewer than one window of "
-            f"seq_len={config.seq_len}: give more data or a smaller seq_len (--seq-len)"
-        )
+    with nullcontext() if folder is None else locked(folder):
+        if folder is not None and not goes_on:
+            check_fresh(folder, 0)
+        read = training_data(data, validation, tokenizer, config, model.config.vocab_size, progress=progress)
+        if config.wsla:
+            model.store.trainable = {n for n in model.store.names if n.endswith((".wXProj", ".bXProj"))}
+        try:
+            run = _Run(model, read, config, folder)
+            if checkpoint is not None:
+                run.resume(checkpoint)
+            if folder is not None and goes_on:
+                check_fresh(folder, run.state.step)
+            return run.run(progress, resumed_step=run.state.step if goes_on else None)
+        finally:
+            model.store.trainable = before
 
 
 class _Run:
@@ -202,21 +186,14 @@ class _Run:
     def __init__(
         self,
         model: MambaLM,
-        training: TokenData,
-        held_out: TokenData | None,
+        data: TrainingData,
         config: TrainConfig,
         out: Path | None,
-        tokenizer: Tokenizer | None,
     ) -> None:
-        vocab_size = model.config.vocab_size
         self.model = model
         self.config = config
         self.out = out
-        self.tokenizer = tokenizer
-        self.windows = Windows(training, config.seq_len, config.packed, vocab_size=vocab_size)
-        self.validation = None
-        if held_out is not None:
-            self.validation = Windows(held_out, config.seq_len, config.packed, vocab_size=vocab_size)
+        self.windows, self.validation, self.validated, self.tokenizer = data
         self.optimizer = AdamW(
             model.backend,
             model.store,
@@ -231,7 +208,8 @@ class _Run:
         self.result = TrainResult(steps=0, out=out)
         self.windows_per_step = config.batch_size * config.grad_accumulation
         self.steps_per_epoch = math.ceil(len(self.windows) / self.windows_per_step)
-        self.total = config.steps or math.ceil(config.epochs * self.steps_per_epoch)
+        self.total = config.steps or _steps(config.epochs, self.steps_per_epoch)
+        _check_schedule(config, self.total)
         self._order: tuple[int, np.ndarray] | None = None
         self._slots = model.backend.zeros((_LOSS_SLOTS,))
         self._pending: list[int] = []  # predicted positions of the steps whose losses are in the slots
@@ -247,7 +225,7 @@ class _Run:
     def run(self, progress: bool, *, resumed_step: int | None) -> TrainResult:
         """Take all steps and save; `resumed_step` is where the log in `out` is taken up, if it is."""
         started = time.perf_counter()
-        with _open_log(self.out, resumed_step) as log, _ctrl_c() as stop:
+        with _open_log(self.out, resumed_step) as log, ctrl_c() as stop:
             with tqdm(
                 total=self.total, initial=self.state.step, desc="train", unit="step", disable=not progress
             ) as bar:
@@ -260,14 +238,14 @@ class _Run:
 
     # ---- the loop -----------------------------------------------------------------------------
 
-    def _loop(self, log: _Log, stop: _Stop, bar: tqdm) -> None:
+    def _loop(self, log: _Log, stop: Stop, bar: tqdm) -> None:
         state, config = self.state, self.config
         self._validate_if_due(log, stop)  # Ctrl-C may have come before it, in the run that is resumed
         clock = _Clock(state.tokens)
         while state.step < self.total and not stop.requested:
             step = state.step + 1
             lr = schedule(config, step, self.total)
-            self._step(step, lr)
+            self._step(self._read_batches(step, log), lr)
             state.step = step
             bar.update()
             last = step == self.total
@@ -275,13 +253,13 @@ class _Run:
             if regular or last or len(self._pending) == _LOSS_SLOTS:
                 stats = self._read_back(log)
                 speed = clock.tokens_per_second(state.tokens)
-                loss = _mean(state.interval)
+                loss = state.mean_loss
                 bar.set_postfix_str(f"loss {loss:.4f}, {speed:,.0f} tokens/s")
                 if regular or last:
                     self._log_training(log, loss, lr, stats, speed)
                 if regular:
-                    state.interval.clear()
-                self._give_up_if_diverged()
+                    state.start_interval()
+                self._give_up_if_diverged(log)
             if last:
                 break  # what is due at the end is `_finish`'s
             with clock.paused():
@@ -289,14 +267,27 @@ class _Run:
                 if self.out is not None and _due(step, config.checkpoint_every):
                     self._save_checkpoint(log)
 
-    def _step(self, step: int, lr: float) -> None:
+    def _read_batches(self, step: int, log: _Log) -> list[_Batch]:
+        """The micro-batches of a step."""
+        indices, size = self._windows_of(step), self.config.batch_size
+        return [self._read(self.windows, indices[i : i + size], log) for i in range(0, len(indices), size)]
+
+    def _read(self, windows: Windows, indices: Sequence[int] | np.ndarray, log: _Log) -> _Batch:
+        """Windows as arrays; where one cannot be used, what was trained so far is saved before the error."""
+        try:
+            return windows.batch(indices)
+        except ValueError as error:
+            if self.out is None or self.state.step == 0:
+                raise
+            path = self._save_checkpoint(log)
+            raise ValueError(
+                f"{error}; the training ended after step {self.state.step} of {self.total}, "
+                f"which checkpoint {path} holds"
+            ) from error
+
+    def _step(self, batches: list[_Batch], lr: float) -> None:
         """One optimizer step: gradients of the mean loss over all micro-batches' predicted positions."""
         model, config = self.model, self.config
-        indices = self._windows_of(step)
-        batches = [
-            self.windows.batch(indices[i : i + config.batch_size])
-            for i in range(0, len(indices), config.batch_size)
-        ]
         counts = [int(np.count_nonzero(targets != IGNORED)) for _, targets, _ in batches]
         predicted = sum(counts)
         total: Tensor | None = None
@@ -341,26 +332,22 @@ class _Run:
         """Losses and counters since the last time. Waits for the device."""
         state = self.state
         sums = self.model.backend.to_host(self._slots)[: len(self._pending)].tolist()
-        losses = [
-            total / count if count else math.nan for total, count in zip(sums, self._pending, strict=True)
-        ]
-        state.interval += [
-            (loss if math.isfinite(loss) else math.nan, count)
-            for loss, count in zip(losses, self._pending, strict=True)
-        ]
-        self.result.losses += [loss if math.isfinite(loss) else math.nan for loss in losses]
+        for total, count in zip(sums, self._pending, strict=True):
+            state.add_loss(total, count)
+            counts = count > 0 and math.isfinite(total)
+            self.result.losses.append(total / count if counts else math.nan)
         self._pending.clear()
         stats = self.optimizer.stats()
         newly, looked_at = stats.skipped - state.skipped, state.step - state.seen
         state.skipped_in_a_row = state.skipped_in_a_row + newly if newly == looked_at else 0
         state.skipped, state.seen = stats.skipped, state.step
         if newly:
-            message = (
+            self._warn(
+                log,
                 f"{newly} of the last {looked_at} steps up to step {state.step} skipped: "
-                f"their gradients were not finite; {stats.skipped} in all"
+                f"their gradients were not finite; {stats.skipped} in all",
+                skipped=stats.skipped,
             )
-            _log.warning(message)
-            log.write("warning", state.step, message=message, skipped=stats.skipped)
         return stats
 
     def _log_training(self, log: _Log, loss: float, lr: float, stats: OptimizerStats, speed: float) -> None:
@@ -379,29 +366,36 @@ class _Run:
             tokens_per_second=round(speed, 1),
         )
 
-    def _give_up_if_diverged(self) -> None:
-        if self.state.skipped_in_a_row >= _SKIPPED_LIMIT:
-            raise TrainingDivergedError(
-                f"the gradients of the last {self.state.skipped_in_a_row} steps were not finite, up to step "
-                f"{self.state.step}: start again from an earlier checkpoint with a smaller lr "
-                f"(now {self.config.lr:g}) or max_grad_norm"
-            )
+    def _give_up_if_diverged(self, log: _Log) -> None:
+        if self.state.skipped_in_a_row < _SKIPPED_LIMIT:
+            return
+        remedy = f"start again from it with a smaller lr (now {self.config.lr:g}) or max_grad_norm"
+        if self.out is None:
+            remedy = remedy.replace(" from it", "")
+        else:
+            # An older checkpoint is better than this one, and must not be removed for it.
+            kept = newest_checkpoint(self.out) or self._save_checkpoint(log)
+            remedy = f"the newest checkpoint is {kept}; {remedy}"
+        raise TrainingDivergedError(
+            f"the gradients of the last {self.state.skipped_in_a_row} steps were not finite, up to step "
+            f"{self.state.step}: {remedy}"
+        )
 
-    def _validate_if_due(self, log: _Log, stop: _Stop) -> None:
+    def _validate_if_due(self, log: _Log, stop: Stop) -> None:
         if self.state.step > 0 and _due(self.state.step, self.config.eval_every):
             self._validate(log, stop)
 
-    def _validate(self, log: _Log, stop: _Stop) -> None:
+    def _validate(self, log: _Log, stop: Stop) -> None:
         """Mean loss over windows spread evenly over the held-out data, unless this step has it already."""
         validated = self.state.validated
         if self.validation is None or (validated is not None and validated[0] == self.state.step):
             return
-        chosen = evenly(len(self.validation), self.config.eval_windows)
+        chosen = self.validated
         total, count = 0.0, 0
         for i in range(0, len(chosen), self.config.batch_size):
             if stop.requested:
                 return
-            ids, targets, seq_start = self.validation.batch(chosen[i : i + self.config.batch_size])
+            ids, targets, seq_start = self._read(self.validation, chosen[i : i + self.config.batch_size], log)
             if (targets != IGNORED).any():
                 part, predicted = self.model.loss_sum(ids, targets, seq_start=seq_start)
                 total, count = total + part, count + predicted
@@ -410,6 +404,16 @@ class _Run:
             self.state.validated = self.state.step, loss
             self.result.validation.append((self.state.step, loss))
             log.write("validation", self.state.step, validation_loss=loss, tokens=count)
+            if not math.isfinite(loss):
+                self._warn(
+                    log,
+                    f"the validation loss at step {self.state.step} is {loss}: the training has diverged; "
+                    f"start again with a smaller lr (now {self.config.lr:g})",
+                )
+
+    def _warn(self, log: _Log, message: str, **values: Any) -> None:
+        _log.warning(message)
+        log.write("warning", self.state.step, message=message, **values)
 
     # ---- saving ---------------------------------------------------------------------------------
 
@@ -417,16 +421,24 @@ class _Run:
         assert self.out is not None
         if self._pending:
             self._read_back(log)
-        return save_checkpoint(
-            self.out,
-            self.model,
-            self.optimizer,
-            self.state,
-            self.config,
-            self.windows.data,
-            steps_per_epoch=self.steps_per_epoch,
-            tokenizer=self.tokenizer,
-        )
+        try:
+            return save_checkpoint(
+                self.out,
+                self.model,
+                self.optimizer,
+                self.state,
+                self.config,
+                self.windows.data,
+                steps_per_epoch=self.steps_per_epoch,
+                tokenizer=self.tokenizer,
+            )
+        except NotFiniteError as error:
+            kept = newest_checkpoint(self.out)
+            left = "there is no checkpoint before it" if kept is None else f"the newest checkpoint is {kept}"
+            raise TrainingDivergedError(
+                f"after step {self.state.step} {error}: it was not saved, and {left}; start again with a "
+                f"smaller lr (now {self.config.lr:g}) or max_grad_norm"
+            ) from None
 
     def _stop(self, log: _Log) -> None:
         done = f"stopped after step {self.state.step} of {self.total}"
@@ -435,7 +447,7 @@ class _Run:
         path = self._save_checkpoint(log)
         raise KeyboardInterrupt(f"{done}; checkpoint {path}: resume to go on")
 
-    def _finish(self, log: _Log, stop: _Stop) -> None:
+    def _finish(self, log: _Log, stop: Stop) -> None:
         """The last validation, the last checkpoint and the finished model."""
         state, result = self.state, self.result
         self._validate(log, stop)
@@ -469,6 +481,9 @@ class _NoLog:
 
 _Log = MetricsLog | _NoLog
 
+_Batch = tuple[np.ndarray, np.ndarray, np.ndarray | None]
+"""ids (B, L), targets (B, L), and where states restart (B, L) or None."""
+
 
 @contextmanager
 def _open_log(out: Path | None, resumed_step: int | None) -> Iterator[_Log]:
@@ -478,43 +493,6 @@ def _open_log(out: Path | None, resumed_step: int | None) -> Iterator[_Log]:
         out.mkdir(parents=True, exist_ok=True)
         with MetricsLog(out / LOG_FILE, resumed_step=resumed_step) as log:
             yield log
-
-
-@dataclass
-class _Stop:
-    """Whether Ctrl-C was pressed."""
-
-    requested: bool = False
-
-
-@contextmanager
-def _ctrl_c() -> Iterator[_Stop]:
-    """Makes the first Ctrl-C a request to stop after the step; a second one acts at once.
-
-    Only in the main thread, where Python delivers signals, and not where Ctrl-C is ignored (a
-    background job). The handler that was there before is put back.
-    """
-    stop = _Stop()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-    previous = signal.getsignal(signal.SIGINT)
-    if previous in (None, signal.SIG_IGN):
-        yield stop
-        return
-
-    def handler(number: int, frame: Any) -> None:
-        if stop.requested:
-            signal.default_int_handler(number, frame)
-        stop.requested = True
-        with suppress(OSError):  # straight to the descriptor: the stream may be in the middle of a write
-            os.write(2, b"\nstopping after this step; press Ctrl-C again to stop at once\n")
-
-    signal.signal(signal.SIGINT, handler)
-    try:
-        yield stop
-    finally:
-        signal.signal(signal.SIGINT, previous)
 
 
 class _Clock:
@@ -540,8 +518,28 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _mean(interval: list[tuple[float, int]]) -> float:
-    """Mean loss over the predicted positions of the steps whose loss is finite; NaN if none is."""
-    finite = [(loss, count) for loss, count in interval if math.isfinite(loss)]
-    count = sum(count for _, count in finite)
-    return sum(loss * count for loss, count in finite) / count if count else math.nan
+def _steps(epochs: float, steps_per_epoch: int) -> int:
+    """Steps that cover so many epochs, the last one in part: at least one."""
+    steps = epochs * steps_per_epoch
+    if steps > _MOST_STEPS:
+        raise ValueError(
+            f"epochs={epochs:g} of {steps_per_epoch} steps each are more than the {_MOST_STEPS} steps that a "
+            f"run may have: ask for fewer (Ctrl-C ends a run whenever you like)"
+        )
+    # Rounded first: 0.07 * 100 is 7.000000000000001, and an eighth step is not what was asked for.
+    return max(1, math.ceil(round(steps, 9)))
+
+
+def _check_schedule(config: TrainConfig, total: int) -> None:
+    """Refuse more steps than can be counted; warn of a warm-up that never ends."""
+    if total > _MOST_STEPS:
+        raise ValueError(
+            f"steps={total} is more than the {_MOST_STEPS} steps that a run may have: ask for fewer (Ctrl-C "
+            f"ends a run whenever you like)"
+        )
+    if config.warmup_steps > total:  # no error: a first part of a longer run may be as short
+        _log.warning(
+            "warmup_steps=%d is more than the run's %d steps: the learning rate only rises to %.3g and never "
+            "reaches lr=%g; for a run of this length give a smaller warmup_steps",
+            config.warmup_steps, total, schedule(config, total, total), config.lr,
+        )  # fmt: skip

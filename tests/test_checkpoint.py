@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
+import signal
+import stat
 import struct
 import subprocess
 import sys
+import tracemalloc
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import save, save_file
 
 from mamba_fast.checkpoint import (
     CheckpointError,
@@ -232,11 +237,9 @@ def run(code: str, folder: os.PathLike[str]) -> subprocess.CompletedProcess[str]
     )
 
 
-@pytest.mark.parametrize("call", range(1, 13))
-def test_a_process_killed_during_a_save_leaves_the_old_or_the_new_model_whole(tmp_path, call):
-    """The process dies at one after another of the system calls that a save makes."""
-    write_model(tmp_path, CONFIG, weights())
-    code = f"""
+def dying_at(call: int) -> str:
+    """A save that dies at one after another of the system calls that it makes."""
+    return f"""
 left = {call}
 def deadly(real):
     def wrapper(*args, **kwargs):
@@ -250,15 +253,51 @@ for name in ("fsync", "replace", "unlink"):
     setattr(os, name, deadly(getattr(os, name)))
 checkpoint.write_model(sys.argv[1], config, arrays)
 """
-    assert run(code, tmp_path).returncode == 9
-    config, arrays = read_model(tmp_path)
+
+
+def assert_old_or_new(folder: os.PathLike[str]) -> None:
+    config, arrays = read_model(folder)
     if config == CONFIG:
         assert_same(arrays, weights())
     else:
         assert config.norm_eps == 1e-3
         assert {float(a.mean()) for a in arrays.values()} == {2.0}
+
+
+@pytest.mark.parametrize("call", range(1, 15))
+def test_a_process_killed_during_a_save_leaves_the_old_or_the_new_model_whole(tmp_path, call):
+    write_model(tmp_path, CONFIG, weights())
+    assert run(dying_at(call), tmp_path).returncode == 9
+    assert_old_or_new(tmp_path)
     write_model(tmp_path, CONFIG, weights(3))
     assert_same(read_model(tmp_path)[1], weights(3))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("call", range(1, 17))
+def test_a_killed_save_over_weights_from_elsewhere_leaves_the_old_or_the_new_model_whole(tmp_path, call):
+    """Their config.json is the only one: it must not go, nor meet the new weights."""
+    metadata = {"format": "pt"} if call % 2 else None
+    save_file(weights(), str(tmp_path / "model.safetensors"), metadata=metadata)
+    (tmp_path / "config.json").write_text(CONFIG.to_json())
+    assert run(dying_at(call), tmp_path).returncode == 9
+    assert_old_or_new(tmp_path)
+    write_model(tmp_path, CONFIG.replace(norm_eps=1e-2), weights(3))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a limit on file sizes that kills")
+def test_a_save_killed_while_it_writes_leaves_nothing_that_the_next_one_does_not_take_away(tmp_path):
+    code = """
+import signal
+signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))
+checkpoint.write_model(sys.argv[1], config, arrays)
+"""
+    assert run(code, tmp_path).returncode == -signal.SIGXFSZ
+    assert [p.name for p in tmp_path.iterdir()] == [".model.safetensors.tmp"]
+    write_model(tmp_path, CONFIG, weights())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 
 
@@ -303,3 +342,127 @@ def test_a_folder_appears_complete_or_not_at_all(tmp_path):
     assert [p.name for p in (tmp_path / "step").iterdir()] == ["a"]
     with pytest.raises(FileExistsError, match="exists already"):
         fill("")
+
+
+# ---- what the files are like --------------------------------------------------------------------------
+
+POSIX = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such permissions")
+
+
+def permissions(path: os.PathLike[str]) -> int:
+    return stat.S_IMODE(os.stat(path).st_mode)
+
+
+@pytest.fixture
+def umask():
+    old = os.umask(0o027)
+    yield 0o027
+    os.umask(old)
+
+
+@POSIX
+def test_files_have_the_permissions_that_the_umask_gives(tmp_path, umask):
+    write_model(tmp_path, CONFIG, weights())
+    write_tensors(tmp_path / "optimizer.safetensors", weights(), {})
+    write_bytes(tmp_path / "log", b"x")
+    assert {permissions(p) for p in tmp_path.iterdir()} == {0o640}
+
+
+@POSIX
+@pytest.mark.parametrize("mode", [0o600, 0o664, 0o444])
+def test_a_file_that_is_replaced_keeps_its_permissions(tmp_path, mode, umask):
+    write_model(tmp_path, CONFIG, weights())
+    for path in tmp_path.iterdir():
+        path.chmod(mode)
+    write_model(tmp_path, CONFIG.replace(norm_eps=1e-3), weights(1))
+    assert permissions(tmp_path / "model.safetensors") == mode
+
+
+@pytest.mark.parametrize("metadata", [{}, {"mamba_fast.config": 'a "quoted" line\nand \x01 Größe ☃'}])
+def test_a_file_is_to_the_byte_what_the_library_writes(tmp_path, metadata):
+    tensors = {
+        **weights(), "Größe": np.zeros((3, 0), np.float32), "scalar": np.array(2.0), "b": np.ones(3),
+        "a": np.float32([7.0]),
+    }  # fmt: skip
+    write_tensors(tmp_path / "t.safetensors", tensors, metadata)
+    assert (tmp_path / "t.safetensors").read_bytes() == save(tensors, metadata or None)
+
+
+def test_a_save_holds_no_second_copy_of_the_weights(tmp_path):
+    tensors = {f"layers.{i}.w": np.zeros(1 << 18, np.float32) for i in range(8)}
+    write_tensors(tmp_path / "t.safetensors", tensors, {})  # what is imported on first use does not count
+    tracemalloc.start()
+    try:
+        write_tensors(tmp_path / "t.safetensors", tensors, {})
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+# ---- files that the system does not give ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_file_that_may_not_be_read_is_no_damaged_one(tmp_path, monkeypatch, name):
+    write_model(tmp_path, CONFIG, weights())
+    real = io.open
+
+    def refusing(file, *args, **options):
+        if str(file) == str(tmp_path / name):
+            raise PermissionError(errno.EACCES, "Permission denied", str(file))
+        return real(file, *args, **options)
+
+    monkeypatch.setattr("builtins.open", refusing)
+    monkeypatch.setattr("io.open", refusing)
+    with pytest.raises(PermissionError, match=f"Permission denied: '.*{name}'"):
+        read_model(tmp_path)
+
+
+def test_a_folder_that_may_not_be_looked_into_is_no_missing_model(tmp_path, monkeypatch):
+    write_model(tmp_path / "m", CONFIG, weights())
+    real = os.stat
+
+    def refusing(path, *args, **options):
+        if "model.safetensors" in str(path):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(os, "stat", refusing)
+    with pytest.raises(PermissionError, match=r"Permission denied: '.*model\.safetensors'"):
+        read_model(tmp_path / "m")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs the device that is always full")
+def test_a_full_disk_names_the_file_and_keeps_the_systems_number(tmp_path, monkeypatch):
+    real = io.open
+    monkeypatch.setattr("builtins.open", lambda file, *args, **options: real("/dev/full", *args, **options))
+    with pytest.raises(OSError, match=r"^could not write .*notes\.json: No space left") as caught:
+        write_bytes(tmp_path / "notes.json", b"x")
+    assert caught.value.errno == errno.ENOSPC
+
+
+def test_a_target_that_cannot_be_replaced_is_named(tmp_path):
+    (tmp_path / "log").mkdir()
+    with pytest.raises(OSError, match=r"^could not write .*log: "):
+        write_bytes(tmp_path / "log", b"x")
+    assert [p.name for p in tmp_path.iterdir()] == ["log"]
+
+
+def test_an_empty_path_is_not_the_current_folder(tmp_path, monkeypatch):
+    write_model(tmp_path, CONFIG, weights())
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="the model's folder is an empty path"):
+        read_model("")
+    with pytest.raises(ValueError, match="the model's folder is an empty path"):
+        write_model("", CONFIG, weights(1))
+    assert read_model(".")[0] == CONFIG
+
+
+@pytest.mark.parametrize(
+    "content", ["[" * 100_000, '{"vocab_size": 24, "vocab_size": 24}', '{"n": 1' + "0" * 5000]
+)
+def test_a_configuration_that_python_cannot_take_is_refused_with_its_file(tmp_path, content):
+    write_model(tmp_path, CONFIG, weights())
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"config\.json: MambaConfig: "):
+        read_model(tmp_path)

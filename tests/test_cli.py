@@ -187,6 +187,22 @@ def test_info_about_no_model_is_one_line(fails):
     assert "no model folder" in fails("info", "nowhere")
 
 
+def test_an_empty_path_is_not_the_current_folder(fails, trained, text_file, monkeypatch):
+    monkeypatch.chdir(trained)
+    for words in (
+        ("info", ""), ("generate", ""), ("eval", "", "--data", text_file), ("eval", trained, "--data", ""),
+        ("generate", trained, "--prompt-file", ""),
+    ):  # fmt: skip
+        assert "must not be empty" in fails(*words)
+
+
+def test_a_window_longer_than_the_text_is_the_whole_text(cli, trained, text_file):
+    words = ("eval", trained, "--data", text_file, "--backend", "cython", "--quiet", "--json")
+    code, out, _ = cli(*words, "--seq-len", "1000000000")
+    assert code == 0
+    assert json.loads(out)["windows"] == 1
+
+
 # ---- all commands ----------------------------------------------------------------------------------
 
 
@@ -208,7 +224,8 @@ def test_the_backend_comes_from_the_environment(cli, fails, trained, monkeypatch
     assert "oracle" in cli(*words)[2]
     assert "cython" in cli(*words, "--backend", "cython")[2]
     monkeypatch.setenv("MAMBA_FAST_BACKEND", "abacus")
-    assert "no backend named 'abacus'" in fails(*words)
+    assert "MAMBA_FAST_BACKEND in the environment is 'abacus': no backend named 'abacus'" in fails(*words)
+    assert "MAMBA_FAST_BACKEND" not in fails(*words, "--backend", "sundial")
 
 
 def test_the_library_does_not_read_the_environment(trained, monkeypatch):

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -250,3 +251,67 @@ def test_replace_keeps_what_was_set_apart_from_d_model():
 def test_replace_of_a_training_config_keeps_the_rest():
     config = TrainConfig(steps=5, lr=3e-4)
     assert config.replace(lr=1e-3) == TrainConfig(steps=5, lr=1e-3)
+
+
+# ---- values from elsewhere ----------------------------------------------------------------------------
+
+SIZES = {"vocab_size": 24, "d_model": 8, "n_layers": 1}
+
+
+def test_scalars_of_numpy_become_pythons():
+    config = TrainConfig(
+        lr=np.float32(0.25), batch_size=np.int64(3), packed=np.bool_(False), schedule=np.str_("constant")
+    )
+    assert config == TrainConfig(lr=0.25, batch_size=3, packed=False, schedule="constant")
+    assert TrainConfig.from_json(config.to_json()) == config
+    kinds = [type(getattr(config, name)) for name in ("lr", "batch_size", "packed")]
+    assert kinds == [float, int, bool]
+
+
+def test_an_architecture_takes_scalars_of_numpy_too():
+    config = MambaConfig(np.int32(24), np.int64(8), np.uint8(1), norm_eps=np.float64(1e-5))
+    assert config == MambaConfig(24, 8, 1, norm_eps=1e-5)
+    assert MambaConfig.from_json(config.to_json()) == config
+
+
+@pytest.mark.parametrize("name", ["discretization", "init", "dt_rank", "d_inner", "norm_eps", "use_bias"])
+def test_an_array_in_place_of_a_value_is_refused_by_name(name):
+    with pytest.raises(ValueError, match=rf"^{name} must be .*got array\(\["):
+        MambaConfig(**SIZES, **{name: np.array(["zoh", "euler"])})
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400), 10**5000], ids=["1e400", "-1e400", "1e5000"])
+@pytest.mark.parametrize(
+    ("config", "name"), [(MambaConfig, "norm_eps"), (TrainConfig, "lr"), (TrainConfig, "epochs")]
+)
+def test_an_integer_beyond_every_float_is_refused_by_name(config, name, value):
+    sizes = SIZES if config is MambaConfig else {}
+    with pytest.raises(ValueError, match=rf"^{name} must be a finite number, got .{{1,200}}$"):
+        config(**sizes, **{name: value})
+
+
+@pytest.mark.parametrize("value", [2**63, 10**5000], ids=["2**63", "1e5000"])
+def test_an_integer_beyond_64_bits_is_refused_by_name(value):
+    with pytest.raises(ValueError, match="^d_model must be at most 9223372036854775807, got .{1,200}$"):
+        MambaConfig(24, value, 1)
+
+
+def test_a_seed_may_be_as_long_as_the_systems_entropy():
+    assert TrainConfig(seed=2**128 - 1).seed == 2**128 - 1
+    with pytest.raises(ValueError, match="^seed must be at most"):
+        TrainConfig(seed=2**128)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 100_000, '{"a":' * 100_000, '{"d_model": 1' + "0" * 5000 + "}"],
+    ids=["lists", "objects", "digits"],
+)
+def test_json_that_python_cannot_take_is_a_value_error_of_the_configuration(text):
+    with pytest.raises(ValueError, match="^MambaConfig: "):
+        MambaConfig.from_json(text)
+
+
+def test_a_key_that_comes_twice_is_refused_by_name():
+    with pytest.raises(ValueError, match="the key 'd_model' comes twice"):
+        MambaConfig.from_json('{"vocab_size": 24, "d_model": 8, "n_layers": 1, "d_model": 16}')

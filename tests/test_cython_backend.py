@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import itertools
 import os
+import pickle
 import sys
 
 import numpy as np
@@ -21,7 +23,9 @@ from mamba_fast.backends.cython import create_backend
 
 @pytest.mark.parametrize("threads", [0, -2, 1.5, "4", True])
 def test_a_thread_count_that_is_no_positive_integer_is_refused_by_value(threads):
-    with pytest.raises(ValueError, match=f"threads must be a positive integer or None, got {threads!r}"):
+    with pytest.raises(
+        ValueError, match=f"threads must be an integer from 1 to 256 or None, got {threads!r}"
+    ):
         create_backend(threads=threads)
 
 
@@ -36,6 +40,25 @@ def test_an_omp_num_threads_that_says_nothing_leaves_the_available_cpus(monkeypa
     monkeypatch.setenv("OMP_NUM_THREADS", value)
     kernels = importlib.import_module("mamba_fast._threads")
     assert create_backend().threads == kernels.available_cpus()
+
+
+def test_more_threads_than_the_pool_has_are_refused_or_from_the_environment_cut(monkeypatch):
+    with pytest.raises(ValueError, match="from 1 to 256 or None, got 257"):
+        create_backend(threads=257)
+    monkeypatch.setenv("OMP_NUM_THREADS", "99999999999999")
+    assert create_backend().threads == 256
+
+
+def test_copies_and_pickles_are_backends_with_as_many_threads():
+    backend = create_backend(threads=3)
+    for copied in (copy.deepcopy(backend), pickle.loads(pickle.dumps(backend))):
+        assert copied.threads == 3
+        assert copied.add(np.ones(2, np.float32), np.ones(2, np.float32)).tolist() == [2, 2]
+
+
+def test_tensors_are_made_where_numpy_raises_on_underflow():
+    with np.errstate(all="raise"):
+        assert create_backend().from_host(np.array([1e-320, 1e300]))[0] == 0
 
 
 def test_an_argument_wins_over_the_environment(monkeypatch):
@@ -407,3 +430,19 @@ def test_the_environment_is_not_read_at_import():
     before = os.environ.get("OMP_NUM_THREADS")
     importlib.reload(module)
     assert os.environ.get("OMP_NUM_THREADS") == before
+
+
+@pytest.mark.parametrize("shape", [(5000,), (33, 7, 129), (3, 5)])
+def test_large_tensors_start_at_a_cache_line_and_are_like_any_other(shape):
+    backend = create_backend()
+    for tensor in (
+        backend.empty(shape),
+        backend.zeros(shape),
+        backend.add(backend.zeros(shape), backend.zeros(shape)),
+    ):
+        assert tensor.shape == shape
+        assert tensor.flags.c_contiguous
+        assert tensor.flags.writeable
+        if tensor.nbytes >= 1 << 14:
+            assert tensor.__array_interface__["data"][0] % 64 == 0
+    assert not backend.zeros(shape).any()

@@ -131,6 +131,16 @@ def test_an_id_out_of_range_is_named_with_its_place_when_its_window_is_read(bad,
         windows[4]
 
 
+@pytest.mark.parametrize("seq_len", [7, 8, 10**12])
+def test_data_shorter_than_a_window_makes_a_window_of_its_own_length(seq_len):
+    windows = Windows(load_data(np.arange(1, 9)), seq_len)
+    assert (len(windows), windows.seq_len) == (1, 7)
+    ids, targets, seq_start = windows.batch([0])
+    assert ids.tolist() == [[1, 2, 3, 4, 5, 6, 7]]
+    assert targets.tolist() == [[2, 3, 4, 5, 6, 7, 8]]
+    assert seq_start is None
+
+
 # ---- orders ---------------------------------------------------------------------------------------
 
 
@@ -470,7 +480,7 @@ def test_uint32_ids_are_not_taken_for_uint16(tmp_path):
 
 
 def test_an_unknown_token_type_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="token_dtype must be one of uint16, uint32, got 'int8'"):
+    with pytest.raises(ValueError, match="token_dtype must be 'uint16' or 'uint32', got 'int8'"):
         load_data(tmp_path, token_dtype="int8")
 
 

@@ -207,3 +207,46 @@ def test_bad_input_is_named(model, options, message):
 def test_logits_that_are_not_finite_are_an_error(bad):
     with pytest.raises(FloatingPointError, match="not finite"):
         quiet(Told(np.full((V, V), bad)), IDS, seq_len=16)
+
+
+# ---- hostile values -----------------------------------------------------------------------------------
+
+
+def test_a_window_longer_than_the_data_costs_no_more_than_the_data():
+    told = Told(np.random.default_rng(0).normal(size=(V, V)))
+    result = quiet(told, IDS, seq_len=10**12)
+    assert [ids.shape for ids in told.read] == [(1, 63)]
+    exact = quiet(told, IDS, seq_len=63)
+    assert {k: result[k] for k in ("loss", "tokens", "windows")} == {
+        k: exact[k] for k in ("loss", "tokens", "windows")
+    }
+
+
+def test_a_tokenizer_may_be_given_by_name(byte_model, tmp_path):
+    (tmp_path / "a.txt").write_text("some text " * 9)
+    by_name = quiet(byte_model, tmp_path / "a.txt", tokenizer="bytes", seq_len=16)
+    itself = quiet(byte_model, tmp_path / "a.txt", tokenizer=BYTES, seq_len=16)
+    assert by_name["bits_per_byte"] == itself["bits_per_byte"]
+    with pytest.raises(TypeError, match="tokenizer must be a Tokenizer, 'bytes' or a path, got 5"):
+        quiet(byte_model, IDS, tokenizer=5)
+
+
+@pytest.mark.parametrize("model", [None, "my_model", 5])
+def test_what_is_no_model_is_refused(model):
+    with pytest.raises(TypeError, match="model must be a MambaLM .*load_model.*, got "):
+        quiet(model, IDS)
+
+
+def test_sizes_may_be_integers_of_numpy():
+    result = quiet(
+        Told(np.zeros((V, V))), IDS, seq_len=np.int64(16), batch_size=np.int32(2), windows=np.uint8(3)
+    )
+    assert result["windows"] == 3
+
+
+def test_numbers_that_underflow_are_no_error_in_a_program_that_asks_numpy_to_raise():
+    table = np.zeros((V, V))
+    table[:, 0] = 2000.0
+    expected = quiet(Told(table), IDS, seq_len=16)["loss"]
+    with np.errstate(all="raise"):
+        assert quiet(Told(table), IDS, seq_len=16)["loss"] == expected

@@ -195,6 +195,16 @@ def test_a_named_backend_is_made_once():
     assert functional._resolve("cython") is functional._resolve("cython")
 
 
+def test_a_named_backend_keeps_the_environment_of_its_first_call_as_documented(monkeypatch):
+    functional._named.cache_clear()
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert functional._resolve("cython").threads == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert functional._resolve("cython").threads == 1
+    assert "OMP_NUM_THREADS" in functional.__doc__
+    functional._named.cache_clear()
+
+
 @pytest.mark.parametrize("name", [n for n in functional.__all__ if n[0].islower()])
 def test_every_function_is_annotated_and_documented(name):
     function = getattr(functional, name)

@@ -317,12 +317,16 @@ def test_repetition_penalty_does_not_count_padding():
     assert out[0, -1] == 1
 
 
-def test_choosing_leaves_the_logits_alone():
-    logits = LOGITS.astype(np.float32)
-    logits.setflags(write=False)
-    Sampler(top_k=3, top_p=0.7, repetition_penalty=1.5).choose(
-        logits, np.random.default_rng(0), np.ones(6, bool)
-    )
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0.0}, {"temperature": 0.7, "top_k": 3, "top_p": 0.7}, {}]
+)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_choosing_leaves_the_logits_alone(options, dtype):
+    logits, seen = LOGITS.astype(dtype), np.array([True, False, True, True, True, False])
+    before = logits.copy(), seen.copy()
+    Sampler(repetition_penalty=1.5, **options).choose(logits, np.random.default_rng(0), seen)
+    assert np.array_equal(logits, before[0])
+    assert np.array_equal(seen, before[1])
 
 
 def test_ids_from_the_limit_up_are_never_produced():

@@ -23,8 +23,11 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # says so, from its own; and the third-party packages named for it.
 CONTRACT = {"backend", "checks", "config"}
 TENSORS = {"params", "layers", "mamba1", "lm", "state", "optim"}
-HOST = {"init", "inputs", "data", "tokenizer", "checkpoint", "metrics", "plot"}
-USE = {"model", "functional", "train", "training_state", "generate", "evaluate"}
+HOST = {
+    "init", "inputs", "sources", "data", "tokenizer", "checkpoint", "metrics", "plot", "interrupts",
+    "run_lock",
+}  # fmt: skip
+USE = {"model", "functional", "train", "training_data", "training_state", "generate", "evaluate"}
 TOP = {"cli", "_cli", "__init__", "__main__", "environment"}
 
 ALLOWED: dict[str, set[str]] = {

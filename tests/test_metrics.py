@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 
 import pytest
 
@@ -59,8 +61,12 @@ def test_resuming_without_a_log_begins_one(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "line", ["hello", "[1]", '{"event": "train"}', '{"step": 3}', '{"event": "train", "step": "x"}']
-)
+    "line",
+    [
+        "hello", "[1]", '{"event": "train"}', '{"step": 3}', '{"event": "train", "step": "x"}',
+        pytest.param("[" * 100_000, id="deep"), pytest.param("1" * 5000, id="digits"),
+    ],
+)  # fmt: skip
 def test_a_damaged_line_is_named_with_its_number(tmp_path, line):
     (tmp_path / "log.jsonl").write_text('{"event": "train", "step": 1}\n' + line + "\n")
     with pytest.raises(ValueError, match=r"log\.jsonl, line 2 is not a record"):
@@ -70,3 +76,18 @@ def test_a_damaged_line_is_named_with_its_number(tmp_path, line):
 def test_a_missing_log_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no training log .*log\.jsonl"):
         read_log(tmp_path / "log.jsonl")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs the device that is always full")
+def test_a_full_disk_names_the_log_and_is_reported_once(tmp_path):
+    path = tmp_path / "log.jsonl"
+    log = MetricsLog(path)
+    log.write("train", 1, loss=0.5)
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, log._file.fileno())
+    os.close(full)
+    with pytest.raises(OSError, match=r"^could not write .*log\.jsonl: No space left") as caught:
+        log.write("train", 2, loss=0.5)
+    assert caught.value.errno == errno.ENOSPC
+    log.close()
+    assert [record["step"] for record in read_log(path)] == [1]

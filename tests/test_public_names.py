@@ -118,3 +118,9 @@ def test_the_report_survives_when_everything_it_asks_is_broken(monkeypatch):
     monkeypatch.setattr(environment_module.platform, "platform", broken)
     text = format_environment(environment())
     assert text.count("RuntimeError: out of order") >= 6
+
+
+@pytest.mark.parametrize("file", ["report.txt", 5])
+def test_the_report_goes_to_a_stream_only(file):
+    with pytest.raises(TypeError, match=f"file must be a text stream such as sys.stderr, got {file!r}"):
+        mamba_fast.show_config(file)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib
 import json
 import shutil
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from safetensors import SafetensorError
 
 from mamba_fast.backend import Tensor
 from mamba_fast.checkpoint import CheckpointError
@@ -290,16 +291,16 @@ def test_the_newest_checkpoints_are_kept(tmp_path, keep, left):
 def test_a_full_disk_leaves_the_checkpoints_before_and_no_debris(tmp_path, monkeypatch):
     import mamba_fast.checkpoint as module
 
-    real, left = module.save_file, 3
+    real, left = module._safetensors, 3
 
-    def full(*args: Any, **options: Any) -> None:
+    def full(*args: Any) -> Iterator[Any]:
         nonlocal left
         left -= 1
         if left < 0:
-            raise SafetensorError("I/O error: No space left on device (os error 28)")
-        real(*args, **options)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        yield from real(*args)
 
-    monkeypatch.setattr(module, "save_file", full)
+    monkeypatch.setattr(module, "_safetensors", full)
     with pytest.raises(OSError, match=r"could not write .*step-00000010.*No space left"):
         run(tmp_path, RUN.replace(checkpoint_every=5, keep_checkpoints=1))
     assert names(tmp_path) == ["step-00000005"]
@@ -373,7 +374,7 @@ def test_there_must_be_something_to_resume(tmp_path):
 
 @pytest.mark.parametrize("change", ["content", "length"])
 def test_other_data_is_refused_and_the_model_is_left_alone(stopped, change):
-    data = IDS.copy() if change == "content" else IDS[:250]
+    data = (IDS if change == "content" else IDS[:250]).copy()
     data[3] = 23 - data[3]
     model = MambaLM(CONFIG)
     before = model.parameters()
@@ -426,3 +427,40 @@ def test_a_state_of_another_version_is_refused(stopped):
     path.write_text(json.dumps({**json.loads(path.read_text()), "version": 99}))
     with pytest.raises(CheckpointError, match="has version 99, expected 1"):
         run(stopped, resume=True)
+
+
+def rewrite(out: Path, change: Any) -> None:
+    """Let `change` alter what the checkpoint of step 5 says of the run."""
+    path = out / "checkpoints" / "step-00000005" / "trainer.json"
+    described = json.loads(path.read_text())
+    change(described)
+    path.write_text(json.dumps(described))
+
+
+@pytest.mark.parametrize("field", ["wsla", "max_grad_norm", "packed", "min_lr_ratio"])
+def test_a_checkpoint_older_than_a_field_goes_on_with_the_fields_default(stopped, straight, field):
+    rewrite(stopped, lambda described: described["config"].pop(field))
+    run(stopped, resume=True)
+    assert fingerprint(stopped) == fingerprint(straight)
+
+
+def test_a_field_younger_than_the_checkpoint_is_refused_at_another_value_than_its_default(stopped):
+    rewrite(stopped, lambda described: described["config"].pop("max_grad_norm"))
+    with pytest.raises(ValueError, match=r"started with max_grad_norm=1\.0 \(now 2\.0\)"):
+        run(stopped, RUN.replace(max_grad_norm=2.0), resume=True)
+
+
+def test_a_checkpoint_with_a_field_of_another_version_is_refused_by_its_name(stopped):
+    rewrite(stopped, lambda described: described["config"].update(momentum=0.9))
+    with pytest.raises(CheckpointError, match=r"trainer\.json: the run's configuration .*'momentum'"):
+        run(stopped, resume=True)
+
+
+def test_a_validation_that_is_not_finite_is_kept_in_a_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr(MambaLM, "loss_sum", lambda self, *args, **options: (np.inf, 3))
+    whole = run(tmp_path / "straight")
+    assert not np.isfinite(whole.validation_loss)
+    stop_at(tmp_path / "parts", 14)
+    resumed = run(tmp_path / "parts", resume=True)
+    assert [step for step, _ in resumed.validation] == [10, 15, 20, 24]
+    assert not np.isfinite(resumed.validation_loss)

@@ -15,6 +15,7 @@ from mamba_fast.tokenizer import (
     KIND_FILE,
     ByteTokenizer,
     HFTokenizer,
+    as_tokenizer,
     check_vocabulary,
     load_tokenizer,
     train_bpe,
@@ -40,7 +41,8 @@ BYTES = ByteTokenizer()
 BPE = train_bpe(TEXTS, 320, progress=False)
 BOTH = pytest.mark.parametrize("tokenizer", [BYTES, BPE], ids=["bytes", "bpe"])
 
-characters = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
+# The generator tries strings of the program's own source too, the names of special tokens among them.
+characters = st.text(st.characters(exclude_categories=["Cs"]), max_size=60).filter(lambda t: "<|" not in t)
 
 
 def word_level(tmp_path, name=HF_FILE, specials=("</s>",)):
@@ -86,6 +88,11 @@ def test_bytes_are_their_own_ids():
 def test_special_tokens_are_no_text(tokenizer):
     ids = [tokenizer.eos_id, *tokenizer.encode("cat").tolist(), tokenizer.pad_id]
     assert tokenizer.decode(ids) == "cat"
+
+
+def test_a_special_token_that_a_text_spells_out_is_that_token():
+    assert BPE.encode("a<|pad|>b").tolist() == [*BPE.encode("a"), BPE.pad_id, *BPE.encode("b")]
+    assert BYTES.decode(BYTES.encode("a<|pad|>b")) == "a<|pad|>b"
 
 
 @BOTH
@@ -225,7 +232,7 @@ def test_training_shows_progress_on_stderr_only(capsys):
     ("texts", "options", "error", "message"),
     [
         ("one text", {"vocab_size": 300}, TypeError, r"pass \[text\]"),
-        (TEXTS, {"vocab_size": 257}, ValueError, "at least 258 .* got 257"),
+        (TEXTS, {"vocab_size": 257}, ValueError, r"in \[258, 1048576\], got 257"),
         (TEXTS, {"vocab_size": 300.0}, ValueError, "got 300.0"),
         (TEXTS, {"vocab_size": 300, "min_frequency": 0}, ValueError, "min_frequency .* got 0"),
         ([], {"vocab_size": 300}, ValueError, "no text"),
@@ -352,3 +359,73 @@ def test_without_the_package_the_extra_is_named(monkeypatch, tmp_path):
     for use in (lambda: HFTokenizer(path), lambda: train_bpe(TEXTS, 300)):
         with pytest.raises(ModuleNotFoundError, match=r"pip install 'mamba-fast\[text\]'"):
             use()
+
+
+# ---- hostile values -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"vocab_size": 2**31}, {"vocab_size": 10**23}, {"vocab_size": 10**5000},
+        {"vocab_size": 300, "min_frequency": 2**64},
+    ],
+    ids=["2**31", "1e23", "1e5000", "frequency"],
+)  # fmt: skip
+def test_a_vocabulary_beyond_all_memory_is_refused_before_room_is_made_for_it(sizes):
+    name = list(sizes)[-1]
+    with pytest.raises(ValueError, match=rf"^{name} must be an integer in \[\d+, \d+\], got .{{1,200}}$"):
+        train_bpe(TEXTS, **sizes, progress=False)
+
+
+def test_the_largest_vocabulary_can_be_asked_for():
+    tokenizer = train_bpe(["abab"] * 3, np.int64(2**20), min_frequency=2**40, progress=False)
+    assert tokenizer.vocab_size == 258
+
+
+@pytest.mark.parametrize("key", ["eos_token", "pad_token"])
+@pytest.mark.parametrize("value", [[1], {}, 5])
+def test_a_special_token_that_is_no_text_is_refused_by_name(tmp_path, key, value):
+    train_bpe(TEXTS, 300, progress=False).save(tmp_path)
+    described = json.loads((tmp_path / "mamba_fast_tokenizer.json").read_text())
+    (tmp_path / "mamba_fast_tokenizer.json").write_text(json.dumps({**described, key: value}))
+    with pytest.raises(ValueError, match=rf"^{key} of .*tokenizer\.json must be a token's text, got "):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"kind": 1' + "0" * 5000 + "}"], ids=["deep", "digits"])
+def test_a_kind_file_that_python_cannot_take_is_refused_by_name(tmp_path, content):
+    (tmp_path / "mamba_fast_tokenizer.json").write_text(content)
+    with pytest.raises(ValueError, match=r"mamba_fast_tokenizer\.json is damaged"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_deeply_nested_configuration_beside_a_tokenizer_is_refused_by_name(tmp_path):
+    train_bpe(TEXTS, 300, progress=False).save(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json is damaged"):
+        HFTokenizer(tmp_path)
+
+
+def test_an_empty_path_is_not_the_current_folder(tmp_path, monkeypatch):
+    ByteTokenizer().save(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for load in (load_tokenizer, HFTokenizer):
+        with pytest.raises(ValueError, match="the tokenizer's path is an empty path"):
+            load("")
+    assert isinstance(load_tokenizer("."), ByteTokenizer)
+
+
+def test_an_argument_may_be_a_tokenizer_its_name_or_its_folder(tmp_path):
+    ByteTokenizer().save(tmp_path)
+    given = ByteTokenizer()
+    assert as_tokenizer(given) is given
+    assert as_tokenizer(None) is None
+    assert isinstance(as_tokenizer("bytes"), ByteTokenizer)
+    assert isinstance(as_tokenizer(tmp_path), ByteTokenizer)
+
+
+@pytest.mark.parametrize("value", [5, ByteTokenizer, ["bytes"]])
+def test_an_argument_that_is_no_tokenizer_is_refused(value):
+    with pytest.raises(TypeError, match="^tokenizer must be a Tokenizer, 'bytes' or a path, got "):
+        as_tokenizer(value)

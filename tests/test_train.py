@@ -14,7 +14,7 @@ import pytest
 
 from mamba_fast.backend import Tensor
 from mamba_fast.config import MambaConfig, TrainConfig
-from mamba_fast.data import IGNORED, Windows, load_data
+from mamba_fast.data import IGNORED, TokenizerNeededError, Windows, load_data
 from mamba_fast.metrics import read_log
 from mamba_fast.model import MambaLM, load_model
 from mamba_fast.registry import get_backend
@@ -155,6 +155,13 @@ def test_epochs_are_turned_into_steps(epochs, steps):
     assert run(SHORT.replace(steps=None, epochs=epochs)).steps == steps
 
 
+@pytest.mark.parametrize(("epochs", "steps"), [(0.07, 7), (0.071, 8), (1.1, 110), (1e-12, 1)])
+def test_epochs_are_turned_into_steps_whatever_their_product_rounds_to(epochs, steps):
+    ids = np.arange(101) % 24  # 100 windows of one pair
+    config = SHORT.replace(steps=None, epochs=epochs, batch_size=1, seq_len=1)
+    assert run(config, MambaLM(CONFIG.replace(n_layers=1)), ids).steps == steps
+
+
 def test_packed_documents_are_trained_on_as_if_they_were_alone():
     model = MambaLM(CONFIG, "oracle")
     ends = np.cumsum([3, 5, 6, 2])
@@ -178,7 +185,8 @@ def test_packed_documents_are_trained_on_as_if_they_were_alone():
 def test_a_step_without_anything_to_predict_changes_nothing():
     model = MambaLM(CONFIG)
     before = digest(model)
-    result = run(SHORT.replace(steps=2, seq_len=1, batch_size=1), model, [[1], [2], [3], [4]])
+    config = SHORT.replace(steps=2, seq_len=1, batch_size=1, shuffle=False)
+    result = run(config, model, [[1], [2], [3], [4, 5]])  # the only pair would be the fourth step's
     assert digest(model) == before
     assert all(math.isnan(loss) for loss in result.losses)
     assert result.tokens == 0
@@ -274,6 +282,27 @@ def test_the_mean_in_the_log_leaves_out_a_loss_that_is_not_finite(tmp_path):
     finite = [loss for loss in result.losses[1:] if not math.isnan(loss)]
     assert record["loss"] == pytest.approx(np.mean(finite), rel=1e-3)
     assert record["skipped"] == 1
+
+
+def test_a_line_of_the_log_is_the_mean_over_the_tokens_since_the_last_one(tmp_path):
+    result = run(SHORT.replace(steps=7, log_every=3, batch_size=4, shuffle=False), out=tmp_path)
+    lines = {r["step"]: r["loss"] for r in read_log(tmp_path / "log.jsonl") if r["event"] == "train"}
+    counts = [64, 64, 64, 64, 43, 64, 64]  # 19 windows are 5 steps an epoch
+    for first, last in ((1, 1), (2, 3), (4, 6), (7, 7)):
+        steps = slice(first - 1, last)
+        mean = np.average(result.losses[steps], weights=counts[steps])
+        assert lines[last] == pytest.approx(mean, rel=1e-6)
+
+
+def test_a_log_of_the_first_and_the_last_step_alone_keeps_no_list_of_losses(tmp_path):
+    config = SHORT.replace(steps=140, batch_size=1, seq_len=2, log_every=0, checkpoint_every=130)
+    result = run(config, data=np.arange(301) % 24, out=tmp_path)
+    state = json.loads((tmp_path / "checkpoints/step-00000130/trainer.json").read_text())["state"]
+    assert not any(isinstance(value, list | dict) for value in state.values())
+    assert state["interval_tokens"] == 2 * 129
+    assert state["interval_loss"] == pytest.approx(2 * sum(result.losses[1:130]), rel=1e-9)
+    last = read_log(tmp_path / "log.jsonl")[-1]
+    assert last["loss"] == pytest.approx(np.mean(result.losses[1:]), rel=1e-9)
 
 
 def test_a_run_whose_gradients_stay_spoilt_is_given_up():
@@ -449,6 +478,25 @@ def test_validation_data_can_be_given():
     model = MambaLM(CONFIG)
     result = run(SHORT.replace(validation_fraction=0.5), model, validation=IDS[:17])
     assert result.validation_loss == pytest.approx(model.loss([IDS[:16]], [IDS[1:17]]), rel=1e-6)
+
+
+def test_validation_text_needs_the_tokenizer_of_ids(tmp_path):
+    text = tmp_path / "held_out.txt"
+    text.write_text("text whose bytes are no ids of the data, " * 4)
+    model = MambaLM(CONFIG.replace(vocab_size=300))
+    before = digest(model)
+    with pytest.raises(TokenizerNeededError, match=r"held_out\.txt is text: give a tokenizer"):
+        run(SHORT, model, validation=str(text), out=tmp_path / "out")
+    assert digest(model) == before
+    assert not (tmp_path / "out").exists()
+
+
+def test_validation_text_of_a_text_without_a_tokenizer_is_read_as_bytes_too(tmp_path):
+    for name in ("data", "held_out"):
+        (tmp_path / f"{name}.txt").write_text(f"{name}: some text to learn from, " * 9)
+    model = MambaLM(CONFIG.replace(vocab_size=258))
+    result = run(SHORT, model, str(tmp_path / "data.txt"), validation=str(tmp_path / "held_out.txt"))
+    assert result.validation_loss is not None
 
 
 def test_held_out_tokens_are_not_trained_on():

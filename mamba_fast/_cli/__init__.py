@@ -1,1 +1,1 @@
-"""The commands of `mamba-fast`, a module each; `mamba_fast.cli` puts them together."""
+"""The commands of `mamba-fast`, a module each; `program` puts them together."""

@@ -6,7 +6,7 @@ import argparse
 import json
 
 from mamba_fast._cli.data import add_data_options, read_data
-from mamba_fast._cli.options import add_common_options, choose_backend, model_folder, positive, write
+from mamba_fast._cli.options import add_common_options, choose_backend, model_folder, path, positive, write
 
 NAME = "eval"
 SUMMARY = "measure how well a model predicts a text"
@@ -32,9 +32,11 @@ examples:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="folder of the model")
+    parser.add_argument("model", type=path, metavar="MODEL", help="folder of the model")
     data = parser.add_argument_group("data")
-    data.add_argument("--data", nargs="+", required=True, metavar="PATH", help="files or folders to predict")
+    data.add_argument(
+        "--data", nargs="+", type=path, required=True, metavar="PATH", help="files or folders to predict"
+    )
     add_data_options(data)
     group = parser.add_argument_group("how to measure")
     group.add_argument(
@@ -74,13 +76,14 @@ def run(args: argparse.Namespace) -> None:
         write(json.dumps(result, indent=2) + "\n")
         return
     bits = result["bits_per_byte"]
+    longest = min(args.seq_len, len(data) - 1)
     lines = [
         ("loss", f"{result['loss']:.4f}"),
         ("perplexity", f"{result['perplexity']:.3f}"),
         ("bits per byte", "unknown (the model has no tokenizer)" if bits is None else f"{bits:.4f}"),
         ("top-1", f"{100 * result['top1']:.2f} %"),
         ("top-5", f"{100 * result['top5']:.2f} %"),
-        ("tokens", f"{result['tokens']:,} in {result['windows']:,} windows of {args.seq_len}"),
+        ("tokens", f"{result['tokens']:,} in {result['windows']:,} windows of {longest:,}"),
         ("tokens/s", f"{result['tokens_per_second']:,.0f}"),
     ]
     for name, value in lines:

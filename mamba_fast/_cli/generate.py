@@ -14,6 +14,7 @@ from mamba_fast._cli.options import (
     add_common_options,
     choose_backend,
     model_folder,
+    path,
     positive,
     write,
 )
@@ -41,12 +42,14 @@ examples:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="folder of the model")
+    parser.add_argument("model", type=path, metavar="MODEL", help="folder of the model")
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument(
         "--prompt", metavar="TEXT", help="text to continue (default: none, the model begins a new document)"
     )
-    prompt.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a UTF-8 file; - is stdin")
+    prompt.add_argument(
+        "--prompt-file", type=path, metavar="FILE", help="read the prompt from a UTF-8 file; - is stdin"
+    )
     group = parser.add_argument_group("how to write")
     group.add_argument(
         "--max-new-tokens",
@@ -192,6 +195,8 @@ def read_prompt(text: str | None, file: str | None) -> str:
     if file is None:
         return text or ""
     if file == "-":
+        if sys.stdin is None:
+            raise UsageError("--prompt-file - reads the prompt from stdin, which is closed")
         name, content = "stdin", sys.stdin.buffer.read()
     else:
         name, content = file, Path(file).read_bytes()

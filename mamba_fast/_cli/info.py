@@ -7,7 +7,14 @@ import json
 import os
 from typing import Any
 
-from mamba_fast._cli.options import BACKEND_VARIABLE, add_common_options, choose_backend, model_folder, write
+from mamba_fast._cli.options import (
+    BACKEND_VARIABLE,
+    add_common_options,
+    choose_backend,
+    model_folder,
+    path,
+    write,
+)
 
 NAME = "info"
 SUMMARY = "what is installed and what runs here; what a model is"
@@ -26,7 +33,9 @@ examples:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", nargs="?", help="folder of a model (default: none)")
+    parser.add_argument(
+        "model", type=path, metavar="MODEL", nargs="?", help="folder of a model (default: none)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_common_options(parser)
 

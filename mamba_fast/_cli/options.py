@@ -6,7 +6,8 @@ import argparse
 import dataclasses
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,10 @@ __all__ = [
     "add_common_options",
     "add_config_options",
     "choose_backend",
+    "flush",
     "given_fields",
     "model_folder",
+    "path",
     "positive",
     "write",
 ]
@@ -48,6 +51,13 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
     return number
+
+
+def path(text: str) -> str:
+    """An argparse type: a path, which must not be empty: that would be the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("must not be empty (the current folder is .)")
+    return text
 
 
 def add_common_options(parser: argparse.ArgumentParser) -> None:
@@ -78,28 +88,31 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
 
 def choose_backend(args: argparse.Namespace) -> Backend:
     """The backend that --backend, the environment, --threads and --adapter ask for."""
+    from mamba_fast.backend import BackendError
     from mamba_fast.registry import get_backend
 
     name = args.backend or os.environ.get(BACKEND_VARIABLE) or "auto"
     options = {key: value for key in ("threads", "adapter") if (value := getattr(args, key)) is not None}
-    if not options:
-        return get_backend(name)
-    if name == "auto":
-        name = "wgpu" if "adapter" in options else get_backend(name).name
     try:
+        if options and name == "auto":
+            name = "wgpu" if "adapter" in options else get_backend(name).name
         return get_backend(name, **options)
     except TypeError as error:
         flags = " and ".join(f"--{key}" for key in options)
         verb = "does" if len(options) == 1 else "do"
         raise UsageError(f"{flags} {verb} not go with the backend {name!r}: {error}") from None
+    except BackendError as error:
+        if args.backend or not os.environ.get(BACKEND_VARIABLE):
+            raise
+        raise UsageError(f"{BACKEND_VARIABLE} in the environment is {name!r}: {error}") from error
 
 
 def model_folder(model: str) -> str:
     """The folder of a model, or an error that says what one is."""
-    path = Path(model)
-    if not path.exists():
+    folder = Path(model)
+    if not folder.exists():
         raise UsageError(f"no model folder {model}: give the folder that `mamba-fast train --out` made")
-    if not path.is_dir():
+    if not folder.is_dir():
         raise UsageError(f"{model} is a file: give the folder of the model")
     return model
 
@@ -109,8 +122,27 @@ def write(text: str) -> None:
     if not text:
         return
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    sys.stdout.write(text.encode(encoding, errors="replace").decode(encoding))
-    sys.stdout.flush()
+    text = text.encode(encoding, errors="replace").decode(encoding)
+    with _naming_stdout():
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+def flush() -> None:
+    """Send on what has been written to stdout."""
+    with _naming_stdout():
+        sys.stdout.flush()
+
+
+@contextmanager
+def _naming_stdout() -> Iterator[None]:
+    """An error of the disk behind stdout says what it is about; a pipe's end is left as it is."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, "standard output") from error
 
 
 # ---- flags from configuration classes --------------------------------------------------------------
@@ -172,7 +204,10 @@ def _float(text: str) -> float:
 
 
 def _int_or_word(text: str) -> int | str:
-    return int(text) if text.lstrip("-").isdigit() else text
+    try:
+        return int(text)
+    except ValueError:  # a word; the configuration knows which ones there are
+        return text
 
 
 # By the annotation of the field, as it is written in `config.py`.

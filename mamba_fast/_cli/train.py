@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from pathlib import Path
@@ -18,9 +17,10 @@ from mamba_fast._cli.options import (
     choose_backend,
     given_fields,
     model_folder,
+    path,
     write,
 )
-from mamba_fast.config import MambaConfig, TrainConfig
+from mamba_fast.config import MambaConfig, TrainConfig, shown
 
 if TYPE_CHECKING:
     from mamba_fast.backend import Backend
@@ -110,26 +110,28 @@ TRAIN_HELP = {
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--out", required=True, metavar="DIR", help="folder for the model, its log and checkpoints"
+        "--out", type=path, required=True, metavar="DIR", help="folder for the model, its log and checkpoints"
     )
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
     parser.add_argument(
         "--init-from",
+        type=path,
         metavar="DIR",
         help="start from the model in this folder (default: from random weights)",
     )
     data = parser.add_argument_group("data")
     data.add_argument(
-        "--data", nargs="+", required=True, metavar="PATH", help="files or folders to learn from"
+        "--data", nargs="+", type=path, required=True, metavar="PATH", help="files or folders to learn from"
     )
     data.add_argument(
         "--validation",
         nargs="+",
+        type=path,
         metavar="PATH",
         help="measure progress on these (default: held out of --data)",
     )
     data.add_argument(
-        "--tokenizer", metavar="NAME",
+        "--tokenizer", type=path, metavar="NAME",
         help="bytes (no vocabulary), bpe:SIZE (learn one of SIZE tokens from the data), or a Hugging Face "
         "tokenizer.json (default: bytes, or the model's with --resume and --init-from)",
     )  # fmt: skip
@@ -187,7 +189,7 @@ def run(args: argparse.Namespace) -> None:
 def _plan(args: argparse.Namespace, out: Path) -> tuple[Path | None, TrainConfig]:
     """Where weights and tokenizer come from, if from somewhere, and how to train; all that can be
     checked before data is read."""
-    from mamba_fast.training_state import TRAINER_FILE, check_fresh, find_checkpoint
+    from mamba_fast.training_state import check_fresh, find_checkpoint, run_config
 
     given = given_fields(args, TrainConfig)
     shape = given_fields(args, MambaConfig)
@@ -195,12 +197,7 @@ def _plan(args: argparse.Namespace, out: Path) -> tuple[Path | None, TrainConfig
         if args.init_from is not None:
             raise UsageError("--resume goes on with the run in --out; it does not go with --init-from")
         checkpoint = find_checkpoint(True, out)
-        try:
-            started_with = json.loads((checkpoint / TRAINER_FILE).read_bytes())["config"]
-        except (ValueError, KeyError, TypeError):
-            raise UsageError(f"{checkpoint / TRAINER_FILE} is damaged: delete this checkpoint to go on "
-                             "from the one before") from None  # fmt: skip
-        return checkpoint, TrainConfig.from_dict({**started_with, **given})
+        return checkpoint, run_config(checkpoint).replace(**given)
     check_fresh(out, 0)
     config = TrainConfig(**given)
     if args.init_from is None:
@@ -214,8 +211,8 @@ def _plan(args: argparse.Namespace, out: Path) -> tuple[Path | None, TrainConfig
 
 def _data(args: argparse.Namespace, origin: Path | None) -> tuple[Tokenizer | None, Any]:
     """The tokenizer (None: token files of an unknown one) and the data as tokens."""
-    from mamba_fast.data import TOKEN_SUFFIXES
-    from mamba_fast.tokenizer import ByteTokenizer, HFTokenizer, load_tokenizer, train_bpe
+    from mamba_fast.sources import is_token_file
+    from mamba_fast.tokenizer import ByteTokenizer, HFTokenizer, check_bpe_size, load_tokenizer, train_bpe
 
     name = args.tokenizer
     if args.eos_token is not None and (name is None or name == "bytes" or name.startswith("bpe:")):
@@ -225,7 +222,7 @@ def _data(args: argparse.Namespace, origin: Path | None) -> tuple[Tokenizer | No
             tokenizer: Tokenizer | None = load_tokenizer(origin)
         except FileNotFoundError:  # a model of token files
             tokenizer = None
-    elif name is None and all(Path(path).suffix in TOKEN_SUFFIXES for path in args.data):
+    elif name is None and all(map(is_token_file, args.data)):
         if not hasattr(args, "vocab_size"):
             raise UsageError("token files need --vocab-size, or --tokenizer: the one that made them")
         tokenizer = None
@@ -237,9 +234,10 @@ def _data(args: argparse.Namespace, origin: Path | None) -> tuple[Tokenizer | No
                 f"--tokenizer {name} would not fit the model in {origin}, which has its vocabulary"
             )
         size = name.removeprefix("bpe:")
-        if not size.isdecimal():
-            raise UsageError(f"--tokenizer bpe:SIZE needs a number of tokens, got {name!r}")
-        tokenizer = train_bpe(read_texts(args, args.data), int(size), progress=not args.quiet)
+        if not size.isdecimal() or len(size) > 1000:  # of which Python makes no integer
+            raise UsageError(f"--tokenizer bpe:SIZE needs a number of tokens, got {shown(name)}")
+        vocab_size = check_bpe_size(int(size))  # before the texts are read
+        tokenizer = train_bpe(read_texts(args, args.data), vocab_size, progress=not args.quiet)
     elif args.eos_token is not None:
         tokenizer = HFTokenizer(name, eos_token=args.eos_token)
     else:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import threadpoolctl
 
-__all__ = ["OpenBlas", "find_openblas", "multiply_with_numpy"]
+__all__ = ["OpenBlas", "blas_name", "find_openblas", "multiply_with_numpy"]
 
 
 class OpenBlas(NamedTuple):
@@ -74,3 +74,13 @@ def multiply_with_numpy(
             result *= np.float32(alpha)
         if beta:
             c += result
+
+
+def blas_name() -> str:
+    """The library behind numpy's matrix products, as numpy reports it."""
+    try:
+        config: Any = np.show_config(mode="dicts")
+        name = str(config["Build Dependencies"]["blas"]["name"])
+    except (KeyError, TypeError):
+        return "unknown BLAS"
+    return "OpenBLAS" if "openblas" in name.lower() else name

@@ -46,10 +46,12 @@ class ArrayMemory(Backend):
         return host
 
     def empty(self, shape: Sequence[int], dtype: str = "f32") -> Tensor:
-        return np.empty(tuple(shape), self._storage("empty", dtype))
+        return self._new(tuple(shape), self._storage("empty", dtype))
 
     def zeros(self, shape: Sequence[int], dtype: str = "f32") -> Tensor:
-        return np.zeros(tuple(shape), self._storage("zeros", dtype))
+        result = self._new(tuple(shape), self._storage("zeros", dtype))
+        result.fill(0)
+        return result
 
     @staticmethod
     def _storage(op: str, dtype: str) -> np.dtype[Any]:

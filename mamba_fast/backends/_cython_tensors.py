@@ -59,7 +59,7 @@ def convert(array: Any, dtype: str, copy: bool) -> np.ndarray:
     target = NUMPY[dtype]
     if not copy and source.dtype == target and source.flags.c_contiguous and source.flags.aligned:
         return source
-    with np.errstate(over="ignore", invalid="ignore"):
+    with np.errstate(all="ignore"):
         result = np.array(source, dtype=target, order="C", copy=True, subok=False)
     if dtype == "i32" and source.dtype != target:
         wrong = source[result != source]
@@ -193,3 +193,16 @@ def reshape(tensor: np.ndarray, shape: Sequence[int]) -> np.ndarray:
             f"reshape: a column view of shape {tensor.shape} cannot become {shape} without a copy"
         )
     return result
+
+
+def check_lengths(op: str, lengths: Any, length: int) -> None:
+    """The kernels read and write by these int32 values, so they are checked here."""
+    if lengths is not None and (lengths.min() < 1 or lengths.max() > length):
+        i = int(np.argmax((lengths < 1) | (lengths > length)))
+        raise ValueError(f"{op}: lengths[{i}] is {lengths[i]}, expected 1 to {length}")
+
+
+def check_ids(op: str, name: str, ids: np.ndarray, stop: int) -> None:
+    if ids.min() < 0 or ids.max() >= stop:
+        wrong = ids[(ids < 0) | (ids >= stop)].flat[0]
+        raise ValueError(f"{op}: {name} {wrong} is outside 0 to {stop - 1}")

@@ -19,8 +19,9 @@ import numpy as np
 
 from mamba_fast import checks
 from mamba_fast.backend import ScanGradients, Tensor
-from mamba_fast.backends._blas import find_openblas, multiply_with_numpy
+from mamba_fast.backends._blas import blas_name, find_openblas, multiply_with_numpy
 from mamba_fast.backends._cython_memory import ArrayMemory
+from mamba_fast.backends._cython_pool import Pool
 from mamba_fast.backends._cython_saved import (
     ConvSaved,
     DecaySaved,
@@ -30,7 +31,7 @@ from mamba_fast.backends._cython_saved import (
     ScanSaved,
     read_saved,
 )
-from mamba_fast.backends._cython_tensors import apart, elements, f32, i32, rows
+from mamba_fast.backends._cython_tensors import apart, check_ids, check_lengths, elements, f32, i32, rows
 from mamba_fast.backends._dispatch import Kernels, load_kernels
 
 __all__ = ["SERIAL_BELOW", "CythonBackend", "create_backend"]
@@ -39,6 +40,9 @@ SERIAL_BELOW = 1 << 15
 """Fewest elementary operations (elements, times taps or states where an op has them) for which waking
 another thread costs less than it saves: about ten microseconds of work."""
 
+MOST_THREADS = 256
+"""The size of the pool of `_threads`."""
+
 
 def create_backend(*, threads: int | None = None) -> CythonBackend:
     """The CPU backend.
@@ -46,55 +50,39 @@ def create_backend(*, threads: int | None = None) -> CythonBackend:
     Parameters
     ----------
     threads
-        How many threads the kernels use. None: the environment variable OMP_NUM_THREADS where it is a
-        positive integer, else the number of CPUs that this process may use. Matrix products use as many
-        where they are OpenBLAS's; where they are numpy's (`describe` says it) they follow the settings
-        of numpy's library.
+        How many threads the kernels use, at most 256. None: the environment variable OMP_NUM_THREADS
+        where it is a positive integer, else the number of CPUs that this process may use. Matrix products
+        use as many where they are OpenBLAS's; where they are numpy's (`describe` says it) they follow the
+        settings of numpy's library.
 
     Raises
     ------
     ValueError
-        threads is not a positive integer
+        threads is not an integer from 1 to 256
     BackendUnavailableError
         a compiled module is missing or does not fit this Python, or MAMBA_FAST_CPU names a variant of
         the kernels that cannot run here
     """
     if threads is not None and (
-        isinstance(threads, bool) or not isinstance(threads, int | np.integer) or threads < 1
+        isinstance(threads, bool)
+        or not isinstance(threads, int | np.integer)
+        or not 1 <= threads <= MOST_THREADS
     ):
-        raise ValueError(f"threads must be a positive integer or None, got {threads!r}")
+        raise ValueError(f"threads must be an integer from 1 to {MOST_THREADS} or None, got {threads!r}")
     kernels = load_kernels()
     if threads is None:
         threads = _threads_from_environment() or kernels.threads.available_cpus()
+        threads = min(threads, MOST_THREADS)
     return CythonBackend(kernels, int(threads))
+
+
+def _create_with(threads: int) -> CythonBackend:
+    return create_backend(threads=threads)
 
 
 def _threads_from_environment() -> int | None:
     value = os.environ.get("OMP_NUM_THREADS", "").strip()
     return int(value) if value.isascii() and value.isdigit() and int(value) > 0 else None
-
-
-def _blas_name() -> str:
-    """The library behind numpy's matrix products, as numpy reports it."""
-    try:
-        config: Any = np.show_config(mode="dicts")
-        name = str(config["Build Dependencies"]["blas"]["name"])
-    except (KeyError, TypeError):
-        return "unknown BLAS"
-    return "OpenBLAS" if "openblas" in name.lower() else name
-
-
-def _check_lengths(op: str, lengths: Any, length: int) -> None:
-    """The kernels read and write by these int32 values, so they are checked here."""
-    if lengths is not None and (lengths.min() < 1 or lengths.max() > length):
-        i = int(np.argmax((lengths < 1) | (lengths > length)))
-        raise ValueError(f"{op}: lengths[{i}] is {lengths[i]}, expected 1 to {length}")
-
-
-def _check_ids(op: str, name: str, ids: np.ndarray, stop: int) -> None:
-    if ids.min() < 0 or ids.max() >= stop:
-        wrong = ids[(ids < 0) | (ids >= stop)].flat[0]
-        raise ValueError(f"{op}: {name} {wrong} is outside 0 to {stop - 1}")
 
 
 def _numbered(**lists: Sequence[Any]) -> dict[str, Any]:
@@ -119,11 +107,18 @@ class CythonBackend(ArrayMemory):
         self._gemm = kernels.gemm
         self._operands = kernels.operands
         self._openblas = find_openblas()
+        self.pool = Pool()
+        """The memory of the tensors that ops make."""
+        self._new = self.pool.new
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The kernels are modules; a copy or an unpickled backend finds them again, in its own process.
+        return _create_with, (self.threads,)
 
     def describe(self) -> str:
         plural = "s" if self.threads > 1 else ""
         numpy = ".".join(np.__version__.split(".")[:2])
-        products = "OpenBLAS" if self._openblas else f"numpy.matmul over {_blas_name()}"
+        products = "OpenBLAS" if self._openblas else f"numpy.matmul over {blas_name()}"
         return f"cython: {self.threads} thread{plural}, {self.variant}, numpy {numpy} ({products})"
 
     def _workers(self, work: int) -> int:
@@ -167,7 +162,7 @@ class CythonBackend(ArrayMemory):
         checks.same_shape("add", a, b, out)
         self._check("add", {"out": out}, {"a": a, "b": b})
         if out is None:
-            out = np.empty(a.shape, np.float32)
+            out = self._new(a.shape)
         self._pointwise.add(*elements(out, a, b), self._workers(a.size))
         return out
 
@@ -182,14 +177,14 @@ class CythonBackend(ArrayMemory):
 
     def sum(self, x: Tensor) -> Tensor:
         self._check("sum", {}, {"x": x})
-        total = np.empty(1, np.float32)
+        total = self._new((1,))
         self._pointwise.store(self._pointwise.sum_all(*elements(x), False, self._workers(x.size)), total)
         return total
 
     def decay(self, a_log: Tensor, *, grad: bool = True) -> tuple[Tensor, Any]:
         checks.decay(a_log)
         self._check("decay", {}, {"a_log": a_log})
-        a = np.empty(a_log.shape, np.float32)
+        a = self._new(a_log.shape)
         self._pointwise.decay(*elements(a_log, a))
         return a, DecaySaved(a_log, a) if grad else None
 
@@ -207,8 +202,8 @@ class CythonBackend(ArrayMemory):
     ) -> tuple[Tensor, Any]:
         checks.embedding(ids, table, out)
         self._check("embedding", {"out": out}, {"table": table}, {"ids": ids})
-        _check_ids("embedding", "id", ids, table.shape[0])
-        y = np.empty((*ids.shape, table.shape[1]), np.float32) if out is None else out
+        check_ids("embedding", "id", ids, table.shape[0])
+        y = self._new((*ids.shape, table.shape[1])) if out is None else out
         self._pointwise.gather(ids.reshape(-1), table, rows(y), self._workers(y.size))
         return y, EmbeddingSaved(ids) if grad else None
 
@@ -218,7 +213,7 @@ class CythonBackend(ArrayMemory):
         checks.embedding_backward(dy, ids.shape, d_table)
         self._check(op, {"d_table": d_table}, {"dy": dy}, {"ids": ids})
         flat = np.array(ids.reshape(-1))  # a copy: nobody can change it between the check and the use
-        _check_ids(op, "id", flat, d_table.shape[0])
+        check_ids(op, "id", flat, d_table.shape[0])
         order = np.argsort(flat, kind="stable")
         self._pointwise.scatter_add(flat, order, rows(dy), d_table, self._workers(dy.size))
 
@@ -236,7 +231,7 @@ class CythonBackend(ArrayMemory):
         checks.linear(x, w, bias, out, accumulate)
         self._check("linear", {"out": out}, {"x": x, "w": w, "bias": bias})
         if out is None:
-            out = np.empty((*x.shape[:-1], w.shape[0]), np.float32)
+            out = self._new((*x.shape[:-1], w.shape[0]))
         y = rows(out)
         self._multiply(rows(x), False, w, True, y, alpha, accumulate)
         if bias is not None:
@@ -267,7 +262,7 @@ class CythonBackend(ArrayMemory):
             self._pointwise.column_sums(dy2, dbias, self._workers(dy.size))
         if not need_dx:
             return None
-        dx = np.empty(x.shape, np.float32) if out is None else out
+        dx = self._new(x.shape) if out is None else out
         self._multiply(dy2, False, w, False, rows(dx), alpha, accumulate)
         return dx
 
@@ -276,7 +271,7 @@ class CythonBackend(ArrayMemory):
     ) -> tuple[Tensor, Any]:
         checks.rms_norm(x, w, out)
         self._check("rms_norm", {"out": out}, {"x": x, "w": w})
-        y = np.empty(x.shape, np.float32) if out is None else out
+        y = self._new(x.shape) if out is None else out
         inv = np.empty(x.size // x.shape[-1], np.float64)
         self._pointwise.rms_norm(rows(x), w, eps, rows(y), inv, self._workers(x.size))
         return y, NormSaved(x, inv) if grad else None
@@ -295,7 +290,7 @@ class CythonBackend(ArrayMemory):
         x, inv = read_saved(op, saved, NormSaved)
         checks.rms_norm_backward(dy, x.shape, w, dw, out, accumulate)
         self._check(op, {"dw": dw, "out": out}, {"dy": dy, "w": w, "x": x})
-        dx = np.empty(x.shape, np.float32) if out is None else out
+        dx = self._new(x.shape) if out is None else out
         threads = self._workers(x.size)
         self._pointwise.rms_norm_backward(rows(dy), rows(x), w, inv, rows(dx), accumulate, dw, threads)
         return dx
@@ -323,10 +318,10 @@ class CythonBackend(ArrayMemory):
             {"x": x, "w": w, "bias": bias, "initial_state": initial_state},
             {"seq_start": seq_start, "lengths": lengths},
         )
-        _check_lengths(op, lengths, x.shape[1])
+        check_lengths(op, lengths, x.shape[1])
         saved = ConvSaved(x, bias, initial_state, seq_start, lengths, activation == "silu")
-        y = np.empty(x.shape, np.float32) if out is None else out
-        final_state = np.empty((x.shape[0], w.shape[1] - 1, x.shape[2]), np.float32)
+        y = self._new(x.shape) if out is None else out
+        final_state = self._new((x.shape[0], w.shape[1] - 1, x.shape[2]))
         threads = self._workers(x.size * w.shape[1])
         self._conv1d.forward(
             x, np.ascontiguousarray(w.T), bias, initial_state, seq_start, lengths, y, final_state, saved.silu,
@@ -362,10 +357,10 @@ class CythonBackend(ArrayMemory):
             },
             {"seq_start": seq_start, "lengths": lengths},
         )
-        dx = np.empty(x.shape, np.float32) if out is None else out
+        dx = self._new(x.shape) if out is None else out
         d_initial_state = None
         if need_d_initial_state:
-            d_initial_state = np.empty((x.shape[0], w.shape[1] - 1, x.shape[2]), np.float32)
+            d_initial_state = self._new((x.shape[0], w.shape[1] - 1, x.shape[2]))
         self._conv1d.backward(
             dy, d_final_state, x, np.ascontiguousarray(w.T), bias, initial_state, seq_start, lengths, dx, dw,
             dbias, d_initial_state, silu, self._workers(x.size * w.shape[1]),
@@ -400,15 +395,15 @@ class CythonBackend(ArrayMemory):
             "initial_state": initial_state,
         }  # fmt: skip
         self._check(op, {"out": out}, reads, {"seq_start": seq_start, "lengths": lengths})
-        _check_lengths(op, lengths, u.shape[1])
+        check_lengths(op, lengths, u.shape[1])
         batch, length, width = u.shape
         states = a.shape[1]
         zoh, softplus = discretization == "zoh", bool(delta_softplus)
-        y = np.empty(u.shape, np.float32) if out is None else out
-        final_state = np.empty((batch, width, states), np.float32)
+        y = self._new(u.shape) if out is None else out
+        final_state = self._new((batch, width, states))
         checkpoints = None
         if grad:
-            checkpoints = np.empty(self._scan.checkpoint_shape(batch, length, width, states), np.float32)
+            checkpoints = self._new(self._scan.checkpoint_shape(batch, length, width, states))
         self._scan.forward(
             u, delta, a, b, c, d, z, delta_bias, initial_state, seq_start, lengths, y, final_state,
             checkpoints, softplus, zoh, self._workers(u.size * states),
@@ -453,12 +448,12 @@ class CythonBackend(ArrayMemory):
             "c": s.c, "d": s.d, "z": s.z, "delta_bias": s.delta_bias,
         }  # fmt: skip
         self._check(op, writes, reads, {"seq_start": s.seq_start, "lengths": s.lengths})
-        du = np.empty(s.u.shape, np.float32) if du_out is None else du_out
-        ddelta = np.empty(s.u.shape, np.float32) if ddelta_out is None else ddelta_out
-        db = np.empty(s.b.shape, np.float32) if db_out is None else db_out
-        dc = np.empty(s.b.shape, np.float32) if dc_out is None else dc_out
-        dz = None if s.z is None else np.empty(s.u.shape, np.float32) if dz_out is None else dz_out
-        d_initial = np.empty((batch, width, states), np.float32) if need_d_initial_state else None
+        du = self._new(s.u.shape) if du_out is None else du_out
+        ddelta = self._new(s.u.shape) if ddelta_out is None else ddelta_out
+        db = self._new(s.b.shape) if db_out is None else db_out
+        dc = self._new(s.b.shape) if dc_out is None else dc_out
+        dz = None if s.z is None else self._new(s.u.shape) if dz_out is None else dz_out
+        d_initial = self._new((batch, width, states)) if need_d_initial_state else None
         self._scan.backward(
             dy, d_final_state, s.u, s.delta, s.a, s.b, s.c, s.d, s.z, s.delta_bias, s.seq_start, s.lengths,
             s.checkpoints, du, ddelta, db, dc, dz, d_a, d_d, d_delta_bias, d_initial, s.softplus, s.zoh,
@@ -486,7 +481,7 @@ class CythonBackend(ArrayMemory):
             raise ValueError(
                 f"{op}: target {targets[outside][0]} is outside 0 to {width - 1} and not {ignore_index}"
             )
-        losses = np.empty(targets.shape, np.float32)
+        losses = self._new(targets.shape)
         self._pointwise.cross_entropy(
             logits, targets, losses, scale, ignore_index, grad, self._workers(logits.size)
         )
@@ -498,7 +493,7 @@ class CythonBackend(ArrayMemory):
         total = 0.0
         for tensor in tensors:
             total += self._pointwise.sum_all(*elements(tensor), True, self._workers(tensor.size))
-        norm = np.empty(1, np.float32)
+        norm = self._new((1,))
         self._pointwise.store(math.sqrt(total), norm)
         return norm
 
@@ -566,7 +561,7 @@ class CythonBackend(ArrayMemory):
         op = "conv1d_step"
         checks.conv1d_step(x, state, w, bias, activation, out)
         self._check(op, {"state": state, "out": out}, {"x": x, "w": w, "bias": bias})
-        y = np.empty(x.shape, np.float32) if out is None else out
+        y = self._new(x.shape) if out is None else out
         threads = self._workers(x.size * w.shape[1])
         self._conv1d.step(x, state, np.ascontiguousarray(w.T), bias, y, activation == "silu", threads)
         return y
@@ -591,7 +586,7 @@ class CythonBackend(ArrayMemory):
         checks.selective_scan_step(u, delta, a, b, c, d, z, delta_bias, state, discretization, out)
         reads = {"u": u, "delta": delta, "a": a, "b": b, "c": c, "d": d, "z": z, "delta_bias": delta_bias}
         self._check(op, {"state": state, "out": out}, reads)
-        y = np.empty(u.shape, np.float32) if out is None else out
+        y = self._new(u.shape) if out is None else out
         self._scan.step(
             u, delta, a, b, c, d, z, delta_bias, state, y, bool(delta_softplus), discretization == "zoh",
             self._workers(state.size),
