@@ -23,9 +23,11 @@ class Runner(NamedTuple):
 
 
 def runners() -> list[Runner]:
-    """The CPU kernels on one thread and on all, and every plugin that works here. Not the oracle."""
+    """The CPU kernels on one thread and on all, and every plugin that is faster than they are here. Not the
+    oracle, and no GPU played by the CPU."""
     found = [Runner("cython-1", "cython", 1), Runner("cython-all", "cython", None)]
-    plugins = [r.name for r in list_backends() if r.available and r.name not in ("cython", "oracle")]
+    others = [r.name for r in list_backends() if r.available and r.name not in ("cython", "oracle")]
+    plugins = [name for name in others if get_backend(name).preferred_to_cpu]
     return found + [Runner(name, name, None) for name in plugins]
 
 

@@ -52,10 +52,9 @@ __all__ = [
     "Tensor",
 ]
 
-API_VERSION = (0, 1)
-"""(major, minor) of this contract. Provisional until the wgpu backend passes: while major is 0, any step
-may break, and a backend has to be for exactly this version. From (1, 0) on a minor step adds ops with
-default bodies, and a major one may break."""
+API_VERSION = (1, 0)
+"""(major, minor) of this contract. A minor step adds ops and attributes with defaults, a major one may break;
+while major was 0 the contract was provisional, and a backend had to be for exactly that version."""
 
 
 class BackendError(RuntimeError):
@@ -108,6 +107,12 @@ class Backend(ABC):
     max_tensor_bytes: int | None = None
     """Largest tensor in bytes, or None for no limit of the backend's own."""
 
+    max_slab_bytes: int | None = None
+    """Largest tensor that small ones are packed into, where that is less than `max_tensor_bytes`; None where
+    it is the same. Every op takes tensors up to this size; larger ones, contiguous, are taken by the memory
+    ops, `add`, `add_`, `scale_`, `embedding` and `linear` (as table and weights), `global_norm`, `adamw_`
+    and their backward ops."""
+
     preferred_to_cpu: bool = False
     """Whether `backend="auto"` should take this backend before the CPU kernels: True on a real GPU,
     False on a software adapter."""
@@ -118,6 +123,10 @@ class Backend(ABC):
     def describe(self) -> str:
         """One line for people: what runs, on what, with how many threads."""
         return self.name
+
+    def details(self) -> list[str]:
+        """More lines for `mamba-fast info`: what there is to choose from, with limits and features."""
+        return []
 
     # ---- memory -------------------------------------------------------------------------------
 

@@ -79,6 +79,7 @@ def format_environment(report: dict[str, Any]) -> str:
             chosen = ", chosen by auto" if row["name"] == report["auto"] else ""
             origin = f"{row['distribution']} {row['version']}"
             lines.append(f"  {row['name']:<9} {state}{chosen}: {row['detail']} [{origin}]")
+            lines.extend(f"  {'':<9} {line}" for line in row["details"])
     else:
         lines.append(f"  {report['backends']}")
     if report["auto"] not in [row["name"] for row in report["backends"] if isinstance(row, dict)]:
@@ -133,6 +134,7 @@ def _backends() -> list[dict[str, Any]]:
             "version": row.version,
             "available": row.available,
             "detail": row.detail,
+            "details": list(row.details),
         }
         for row in list_backends()
     ]

@@ -184,14 +184,18 @@ class Layout:
         if unknown:
             raise ValueError(f"decayed names {sorted(unknown)} that have no shape")
 
-    def places(self, max_bytes: int | None) -> tuple[dict[str, _Place], list[int]]:
+    def places(
+        self, max_bytes: int | None, slab_bytes: int | None = None
+    ) -> tuple[dict[str, _Place], list[int]]:
         """Where every tensor goes, and the size in elements of every slab.
 
         Names that decay come first and never share a slab with the rest, so that a run of
         neighbours has one weight decay. A slab is closed when the next tensor would take it beyond
-        `max_bytes` (None: no limit). ValueError when a single tensor is larger than that.
+        `slab_bytes` (None: as `max_bytes`); a tensor larger than that has a slab of its own. ValueError when
+        a single tensor is larger than `max_bytes` (None: no limit).
         """
         limit = math.inf if max_bytes is None else max_bytes // _BYTES
+        full = limit if slab_bytes is None else min(limit, slab_bytes // _BYTES)
         places: dict[str, _Place] = {}
         sizes: list[int] = []
         for decays in (True, False):
@@ -206,7 +210,7 @@ class Layout:
                         f"{max_bytes} that one tensor may have on this backend: use another backend"
                     )
                 start = -(-(end or 0) // ALIGNMENT) * ALIGNMENT
-                if end is None or start + size > limit:
+                if end is None or start + size > full:
                     sizes.append(0)
                     start = 0
                 end = start + size
@@ -231,7 +235,7 @@ class Slabs:
     def __init__(self, backend: Backend, layout: Layout) -> None:
         self._backend = backend
         self.layout = layout
-        self._places, sizes = layout.places(backend.max_tensor_bytes)
+        self._places, sizes = layout.places(backend.max_tensor_bytes, backend.max_slab_bytes)
         self._flat = [backend.zeros((size,)) for size in sizes]
         self._views = {
             name: backend.reshape(backend.view(self._flat[p.slab], 0, p.start, p.stop), layout.shapes[name])

@@ -52,6 +52,8 @@ class BackendInfo:
     available: bool
     detail: str
     """`Backend.describe()`, or why it cannot run."""
+    details: tuple[str, ...] = ()
+    """`Backend.details()`."""
 
 
 def get_backend(backend: str | Backend, **options: Any) -> Backend:
@@ -102,7 +104,8 @@ def list_backends() -> list[BackendInfo]:
 def _row(name: str) -> BackendInfo:
     distribution, version = _provenance(name)
     try:
-        return BackendInfo(name, distribution, version, True, _create(name, {}).describe())
+        backend = _create(name, {})
+        return BackendInfo(name, distribution, version, True, backend.describe(), tuple(backend.details()))
     except BackendError as error:
         detail = str(error)
     except Exception as error:  # a plugin's describe() can fail in any way; the list goes on

@@ -194,6 +194,15 @@ def test_runs_never_cross_a_slab(backend):
     assert [t.shape for t, _ in slabs.runs("abcde")] == [(64 + 64,), (1,), (64 + 2,)]
 
 
+def test_a_tensor_larger_than_a_slab_should_be_has_one_of_its_own(backend):
+    backend.max_slab_bytes = 200
+    slabs = Slabs(backend, small_layout())
+    assert [t.shape for t, _ in slabs.runs("abcde")] == [(15,), (64,), (1,), (7,), (2,)]
+    for name, value in zip("abcde", range(5), strict=True):
+        backend.fill_(slabs[name], float(value))
+    assert [backend.to_host(slabs[name]).flat[0] for name in "abcde"] == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
 def test_runs_refuse_an_unknown_name(backend):
     with pytest.raises(ValueError, match="'nope'"):
         Slabs(backend, small_layout()).runs({"a", "nope"})

@@ -50,8 +50,7 @@ linux = pytest.mark.skipif(
 def test_the_registry_knows_the_plugin_by_its_distribution():
     row = next(r for r in list_backends() if r.name == "wgpu")
     assert row.distribution == "mamba-fast-wgpu"
-    assert row.version == "0.0.1"
-    assert not row.available
+    assert row.version == "0.1.0"
 
 
 @linux
@@ -75,27 +74,40 @@ def test_without_a_driver_auto_takes_the_cpu_kernels():
     assert run(code, **NO_DRIVER).strip() == "cython"
 
 
-def test_auto_takes_the_cpu_kernels_whatever_adapters_there_are():
-    assert get_backend("auto").name == "cython"
+def test_auto_takes_the_cpu_kernels_unless_there_is_a_real_gpu():
+    gpu = any(a.usable and not a.software for a in device.adapters())
+    assert get_backend("auto").name == ("wgpu" if gpu else "cython")
 
 
 def test_an_adapter_name_that_does_not_exist_is_an_error_with_the_list():
-    message = run(REQUEST, WGPUPY_WGPU_ADAPTER_NAME="no such adapter")
-    assert "no such adapter" in message
+    message = run(REQUEST, MAMBA_FAST_WGPU_ADAPTER="no such adapter")
+    assert "none matches MAMBA_FAST_WGPU_ADAPTER='no such adapter'" in message
     assert "Adapters found:" in message
+    with pytest.raises(BackendUnavailableError, match="none matches adapter='no such adapter'"):
+        get_backend("wgpu", adapter="no such adapter")
 
 
 @vulkan
-def test_with_an_adapter_the_error_names_it_and_says_that_the_kernels_are_missing():
-    with pytest.raises(BackendUnavailableError) as caught:
-        get_backend("wgpu")
-    assert device.request_adapter().summary in str(caught.value)
-    assert 'no kernels: use backend="cython"' in str(caught.value)
+def test_the_backend_names_its_adapter_and_the_adapter_can_be_asked_for():
+    chosen = device.choose()
+    assert chosen in device.adapters()
+    for backend in (get_backend("wgpu"), get_backend("wgpu", adapter=chosen.name.upper())):
+        assert backend.device.adapter == chosen
+        assert backend.describe().startswith(f"wgpu: {chosen.summary}, ")
 
 
 @vulkan
-def test_the_adapter_that_is_requested_is_among_those_listed():
-    assert device.request_adapter() in device.adapters()
+def test_the_environment_chooses_the_adapter_too():
+    code = "from mamba_fast.registry import get_backend; print(get_backend('wgpu').device.adapter.name)"
+    name = device.choose().name
+    assert run(code, MAMBA_FAST_WGPU_ADAPTER=name[:6]).strip() == name
+
+
+@vulkan
+def test_a_software_adapter_says_that_it_is_slow_and_is_not_preferred():
+    backend = get_backend("wgpu")
+    assert ("slow" in backend.describe()) == backend.device.adapter.software
+    assert backend.preferred_to_cpu != backend.device.adapter.software
 
 
 def test_an_option_is_refused_by_name():

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
         write(format_environment(report) + "\n")
         if folder is not None:
             write(format_model(folder, describe_model(folder)))
-    if args.backend or args.threads or os.environ.get(BACKEND_VARIABLE):
+    if args.backend or args.threads or args.adapter or os.environ.get(BACKEND_VARIABLE):
         chosen = choose_backend(args).describe()
         if not args.json:
             write(f"asked for   {chosen}\n")

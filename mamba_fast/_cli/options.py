@@ -61,7 +61,7 @@ def path(text: str) -> str:
 
 
 def add_common_options(parser: argparse.ArgumentParser) -> None:
-    """--backend, --threads, --quiet and --debug."""
+    """--backend, --threads, --adapter, --quiet and --debug."""
     group = parser.add_argument_group("general")
     group.add_argument(
         "--backend",
@@ -72,6 +72,12 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--threads", type=positive, metavar="N", help="CPU threads of the kernels (default: all usable CPUs)"
     )
+    group.add_argument(
+        "--adapter",
+        metavar="NAME",
+        help="graphics adapter of a GPU backend, by a part of its name as `mamba-fast info` shows it "
+        "(default: the best)",
+    )
     group.add_argument("--quiet", "-q", action="store_true", help="no progress and no remarks on stderr")
     group.add_argument(
         "--debug",
@@ -81,19 +87,20 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
 
 
 def choose_backend(args: argparse.Namespace) -> Backend:
-    """The backend that --backend, the environment and --threads ask for."""
+    """The backend that --backend, the environment, --threads and --adapter ask for."""
     from mamba_fast.backend import BackendError
     from mamba_fast.registry import get_backend
 
     name = args.backend or os.environ.get(BACKEND_VARIABLE) or "auto"
+    options = {key: value for key in ("threads", "adapter") if (value := getattr(args, key)) is not None}
     try:
-        if args.threads is None:
-            return get_backend(name)
-        if name == "auto":
-            name = get_backend(name).name
-        return get_backend(name, threads=args.threads)
+        if options and name == "auto":
+            name = "wgpu" if "adapter" in options else get_backend(name).name
+        return get_backend(name, **options)
     except TypeError as error:
-        raise UsageError(f"--threads does not go with the backend {name!r}: {error}") from None
+        flags = " and ".join(f"--{key}" for key in options)
+        verb = "does" if len(options) == 1 else "do"
+        raise UsageError(f"{flags} {verb} not go with the backend {name!r}: {error}") from None
     except BackendError as error:
         if args.backend or not os.environ.get(BACKEND_VARIABLE):
             raise
