@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mamba_fast.cli import build_parser
+from mamba_fast.cli import build_parser, main
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -19,8 +19,8 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*
 # What makes the printed examples quick. Each must occur, so that the table follows the text.
 SMALLER = {
     "d_model=128, n_layers=4": "d_model=16, n_layers=1",
-    "steps=500, batch_size=16": "steps=3, batch_size=2",
-    "warmup_steps=25": "warmup_steps=1",
+    "steps=150, batch_size=16": "steps=3, batch_size=2",
+    "warmup_steps=15": "warmup_steps=1",
     "max_new_tokens=200": "max_new_tokens=5",
 }
 
@@ -45,23 +45,44 @@ def test_every_number_that_is_made_smaller_stands_in_the_readme():
         assert README.count(printed) == 1, printed
 
 
-@pytest.mark.parametrize("number", range(len(blocks(README, "python"))))
-def test_a_python_example_of_the_readme_runs(texts, capsys, number):
-    code = blocks(README, "python")[number]
-    for printed, smaller in SMALLER.items():
-        code = code.replace(printed, smaller)
-    exec(compile(code, f"README.md, python block {number}", "exec"), {"__name__": "readme"})
-    assert capsys.readouterr().out
+def test_the_examples_of_the_readme_run_one_after_the_other_in_one_directory(texts, capsys):
+    (texts / "letters").mkdir()
+    (texts / "letters" / "a.txt").write_text("Dear reader, once upon a time. " * 60, encoding="utf-8")
+    for section in README.split("\n## "):
+        for command in commands(section):
+            run_command(shlex.split(command, comments=True)[1:])
+        for number, code in enumerate(blocks(section, "python")):
+            for printed, smaller in SMALLER.items():
+                code = code.replace(printed, smaller)
+            capsys.readouterr()
+            title = section.split("\n")[0]
+            exec(compile(code, f"README.md, {title}, python block {number}", "exec"), {"__name__": "readme"})
+            assert capsys.readouterr().out
+    for folder in ("my_model", "my_letters", "my_python_model"):
+        assert (texts / folder / "model.safetensors").exists()
 
 
-def commands() -> list[str]:
-    """The mamba-fast commands of the shell examples, without their comments."""
-    lines = "".join(blocks(README, "sh")).splitlines()
+def run_command(words: list[str]) -> None:
+    """A command of the readme with a small model and few steps: what is printed comes first."""
+    small = {
+        "train": ["--steps", "2", "--backend", "cython"],
+        "generate": ["--max-new-tokens", "5", "--backend", "cython"],
+        "eval": ["--backend", "cython"],
+        "info": [],
+    }[words[0]]
+    if words[0] == "train" and "--init-from" not in words and "--resume" not in words:
+        small += ["--d-model", "16", "--n-layers", "1"]
+    assert main([*words, *small, "--quiet"]) == 0, words
+
+
+def commands(text: str) -> list[str]:
+    """The mamba-fast commands of the shell examples, with their comments."""
+    lines = "".join(blocks(text, "sh")).splitlines()
     found = [line for line in lines if line.startswith("mamba-fast ")]
-    return found + re.findall(r"`(mamba-fast train --data letters/[^`]*)`", README)
+    return found + re.findall(r"`(mamba-fast train --data letters/[^`]*)`", text)
 
 
-@pytest.mark.parametrize("command", commands())
+@pytest.mark.parametrize("command", commands(README))
 def test_a_command_of_the_readme_is_understood(command):
     words = shlex.split(command, comments=True)
     assert build_parser().parse_args(words[1:]).command == words[1]
