@@ -34,11 +34,12 @@ from mamba_fast.tokenizer import ByteTokenizer
 # finished even where the machine becomes slower after its speed was measured.
 WHOLE_DEMO = 270.0
 AFTERWARDS = 25.0
-PART_PLANNED = 0.75
-LEAST_TRAINING, MOST_TRAINING = 60.0, 130.0
+PART_PLANNED = 0.8
+LEAST_TRAINING, MOST_TRAINING = 60.0, 150.0
 
 HELD_OUT_ONE_IN = 20
-PROMPTS = ("def main(", "import os\n", "class Node:\n    ")
+PROMPTS = ("def main(", "import os, ", "class Node:\n    def __init__(self")
+TEMPERATURE = 0.6
 
 
 ROOT = Path(sysconfig.get_path("stdlib"))
@@ -147,10 +148,12 @@ def main() -> None:
     picture = args.out / "loss.png"
     plot_losses(args.out / "log.jsonl", picture)
 
-    print("\n--- samples, temperature 0.8 ---")
+    print(f"\n--- samples, temperature {TEMPERATURE} ---")
     for seed, prompt in enumerate(PROMPTS):
         ids = tokenizer.encode(prompt)[np.newaxis]
-        written = model.generate(ids, args.sample_bytes, temperature=0.8, seed=seed, stop=[tokenizer.eos_id])
+        written = model.generate(
+            ids, args.sample_bytes, temperature=TEMPERATURE, seed=seed, stop=[tokenizer.eos_id]
+        )
         print(tokenizer.decode(written[0]) + "\n---")
 
     last = [record for record in read_log(args.out / "log.jsonl") if record["event"] == "train"][-1]

@@ -40,7 +40,10 @@ def test_the_demo_ends_with_its_bits_per_byte(demo):
 
 def test_the_demo_prints_samples_that_begin_with_their_prompts(demo):
     lines, _ = demo
-    assert "def main(" in "\n".join(lines)
+    printed = "\n".join(lines)
+    for prompt in ("def main(", "import os, ", "class Node:\n    def __init__(self"):
+        assert prompt in printed
+    assert "--- samples, temperature 0.6 ---" in lines
 
 
 def test_the_demo_leaves_a_model_and_a_picture(demo):
