@@ -42,6 +42,7 @@ __all__ = [
     "given_path",
     "read_model",
     "read_tensors",
+    "unfinished_run",
     "write_bytes",
     "write_model",
     "write_tensors",
@@ -133,13 +134,36 @@ def read_model(directory: str | os.PathLike[str]) -> tuple[MambaConfig, dict[str
         )
     weights = directory / WEIGHTS_FILE
     if not _is_file(weights):
-        raise FileNotFoundError(f"no model in {directory}: it has no {WEIGHTS_FILE}")
+        raise FileNotFoundError(
+            unfinished_run(directory) or f"no model in {directory}: it has no {WEIGHTS_FILE}"
+        )
     metadata = _open_metadata(weights)
     config = _read_config(directory / CONFIG_FILE, metadata.get(_CONFIG_KEY), weights)
     arrays, _ = read_tensors(weights)
     for name, array in arrays.items():
         _refuse_non_finite(name, array, f"{weights} is damaged or its training diverged", CheckpointError)
     return config, arrays
+
+
+def unfinished_run(directory: Path) -> str | None:
+    """What to say of a training's folder that has checkpoints and no model yet; None for any other."""
+    if _is_file(directory / WEIGHTS_FILE):
+        return None
+    newest = max(
+        directory.glob("checkpoints/step-*/trainer.json"), key=lambda p: _number(p.parent.name), default=None
+    )
+    if newest is None:
+        return None
+    return (
+        f"the training in {directory} is not finished; its newest checkpoint is {newest.parent}: go on "
+        f"with it by resume, or give that folder"
+    )
+
+
+def _number(name: str) -> int:
+    """The step of a checkpoint's folder, -1 for a folder of another kind."""
+    digits = name.removeprefix("step-")
+    return int(digits) if digits.isdecimal() else -1
 
 
 def write_tensors(

@@ -13,7 +13,7 @@ from mamba_fast.config import shown
 from mamba_fast.data import Windows, evenly, load_data
 from mamba_fast.generate import check_model
 from mamba_fast.inputs import IGNORED
-from mamba_fast.tokenizer import as_tokenizer, check_vocabulary
+from mamba_fast.tokenizer import as_tokenizer, bar_interval, check_vocabulary
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -110,7 +110,7 @@ def evaluate(
                 top5 += int((ranks < 5).sum())
                 if tokenizer is not None:
                     n_bytes += sum(tokenizer.count_bytes(row[row != IGNORED]) for row in targets)
-                bar.set_postfix_str(f"loss {nats / tokens:.3f}")
+                bar.set_postfix_str(f"loss {nats / tokens:.3f}", refresh=False)
             bar.update(len(batch))
     seconds = time.perf_counter() - started
     if tokens == 0:
@@ -156,4 +156,4 @@ def _score(logits: NDArray[Any], targets: NDArray[np.int32]) -> tuple[float, NDA
 def _bar(total: int, progress: bool) -> Any:
     from tqdm import tqdm
 
-    return tqdm(total=total, desc="evaluate", unit="window", disable=not progress)
+    return tqdm(total=total, desc="evaluate", unit="window", disable=not progress, mininterval=bar_interval())

@@ -20,7 +20,7 @@ import numpy as np
 
 from mamba_fast import inputs
 from mamba_fast.config import shown
-from mamba_fast.tokenizer import as_tokenizer
+from mamba_fast.tokenizer import as_tokenizer, bar_interval
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -116,7 +116,7 @@ def generate(
     if progress:
         from tqdm import tqdm
 
-        steps = tqdm(steps, total=max_new_tokens, desc="generate", unit="tok")
+        steps = tqdm(steps, total=max_new_tokens, desc="generate", unit="tok", mininterval=bar_interval())
     prompt = _rectangle(ids).astype(np.int64)
     return np.concatenate([prompt, *(token[:, None] for token in steps)], axis=1)
 

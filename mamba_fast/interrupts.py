@@ -1,4 +1,4 @@
-"""Ctrl-C as a request to stop at the next good moment."""
+"""Ctrl-C and SIGTERM as requests to stop at the next good moment."""
 
 from __future__ import annotations
 
@@ -10,41 +10,60 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Stop", "ctrl_c"]
+__all__ = ["Stop", "Terminated", "ctrl_c"]
+
+# SIGTERM is what `kill`, service managers and batch systems send.
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, treated as Ctrl-C is."""
 
 
 @dataclass
 class Stop:
-    """Whether Ctrl-C was pressed."""
+    """Whether somebody asked to stop, and how."""
 
     requested: bool = False
+    terminated: bool = False
+    """it was SIGTERM"""
+
+    def error(self, message: str) -> KeyboardInterrupt:
+        """What ends the program in its place."""
+        return Terminated(message) if self.terminated else KeyboardInterrupt(message)
 
 
 @contextmanager
 def ctrl_c() -> Iterator[Stop]:
-    """Makes the first Ctrl-C a request to stop after the step; a second one acts at once.
+    """Makes the first Ctrl-C or SIGTERM a request to stop after the step; a second one acts at once.
 
-    Only in the main thread, where Python delivers signals, and not where Ctrl-C is ignored (a
-    background job). The handler that was there before is put back.
+    Only in the main thread, where Python delivers signals, and neither where the signal is ignored (a
+    background job) nor where SIGTERM has a handler already. The handlers that were there before are put
+    back.
     """
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    previous = signal.getsignal(signal.SIGINT)
-    if previous in (None, signal.SIG_IGN):
-        yield stop
-        return
 
     def handler(number: int, frame: Any) -> None:
+        terminated = number == signal.SIGTERM
         if stop.requested:
-            signal.default_int_handler(number, frame)
-        stop.requested = True
+            raise Terminated if terminated else KeyboardInterrupt
+        stop.requested, stop.terminated = True, terminated
+        again = "a second SIGTERM stops" if terminated else "press Ctrl-C again to stop"
         with suppress(OSError):  # straight to the descriptor: the stream may be in the middle of a write
-            os.write(2, b"\nstopping after this step; press Ctrl-C again to stop at once\n")
+            os.write(2, f"\nstopping after this step; {again} at once\n".encode())
 
-    signal.signal(signal.SIGINT, handler)
+    previous = {}
     try:
+        for number in _SIGNALS:
+            before = signal.getsignal(number)
+            ours = number == signal.SIGINT or before == signal.SIG_DFL
+            if ours and before not in (None, signal.SIG_IGN):
+                previous[number] = before
+                signal.signal(number, handler)
         yield stop
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for number, before in previous.items():
+            signal.signal(number, before)

@@ -13,6 +13,7 @@ import importlib
 import json
 import numbers
 import os
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
-from mamba_fast.checkpoint import given_path, write_bytes
+from mamba_fast.checkpoint import given_path, unfinished_run, write_bytes
 from mamba_fast.config import parse_json, shown
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ __all__ = [
     "StreamDecoder",
     "Tokenizer",
     "as_tokenizer",
+    "bar_interval",
     "check_bpe_size",
     "check_vocabulary",
     "load_tokenizer",
@@ -370,7 +372,7 @@ def train_bpe(
     if progress:
         from tqdm import tqdm
 
-        texts = tqdm(texts, desc="learn vocabulary", unit="text")
+        texts = tqdm(texts, desc="learn vocabulary", unit="text", mininterval=bar_interval())
     count = 0
 
     def counted() -> Iterable[str]:
@@ -420,7 +422,9 @@ def load_tokenizer(source: str | os.PathLike[str]) -> Tokenizer:
     if not kind_file.exists():
         if (path / HF_FILE).exists():
             return HFTokenizer(path)
-        raise FileNotFoundError(f"directory {path} holds no tokenizer: expected {KIND_FILE} or {HF_FILE}")
+        raise FileNotFoundError(
+            unfinished_run(path) or f"directory {path} holds no tokenizer: expected {KIND_FILE} or {HF_FILE}"
+        )
     try:
         described = parse_json(kind_file.read_bytes())
         kind = described["kind"]
@@ -450,6 +454,12 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
             f"the tokenizer has {tokenizer.vocab_size} ids, the model's vocab_size is {vocab_size}: "
             "use the tokenizer that the model was trained with, or a model with a larger vocabulary"
         )
+
+
+def bar_interval() -> float:
+    """Seconds between two pictures of a progress bar: many on a terminal; in a file, where each is a new
+    piece of one long line, few."""
+    return 0.1 if sys.stderr is not None and sys.stderr.isatty() else 5.0
 
 
 # ---- helpers ---------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from mamba_fast.model import MambaLM
 from mamba_fast.optim import AdamW, OptimizerStats, schedule
 from mamba_fast.plot import can_plot, plot_losses
 from mamba_fast.run_lock import locked
-from mamba_fast.tokenizer import Tokenizer, as_tokenizer
+from mamba_fast.tokenizer import Tokenizer, as_tokenizer, bar_interval
 from mamba_fast.training_data import TrainingData, training_data
 from mamba_fast.training_state import (
     NotFiniteError,
@@ -143,8 +143,8 @@ def train(
     FileNotFoundError
         there is no data or nothing to resume
     KeyboardInterrupt
-        Ctrl-C: the step was finished and a checkpoint written; the message says where. A second
-        Ctrl-C stops at once. (In the main thread only; elsewhere Python does not deliver it.)
+        Ctrl-C or SIGTERM: the step was finished and a checkpoint written; the message says where. A
+        second one stops at once. (In the main thread only; elsewhere Python does not deliver it.)
     TrainingDivergedError
         the gradients of 100 steps in a row were not finite, or a weight is not finite where it should
         be saved
@@ -227,11 +227,12 @@ class _Run:
         started = time.perf_counter()
         with _open_log(self.out, resumed_step) as log, ctrl_c() as stop:
             with tqdm(
-                total=self.total, initial=self.state.step, desc="train", unit="step", disable=not progress
-            ) as bar:
+                total=self.total, initial=self.state.step, desc="train", unit="step", disable=not progress,
+                mininterval=bar_interval(),
+            ) as bar:  # fmt: skip
                 self._loop(log, stop, bar)
             if stop.requested:
-                self._stop(log)
+                self._stop(log, stop)
             self._finish(log, stop)
         self.result.seconds = time.perf_counter() - started
         return self.result
@@ -254,7 +255,7 @@ class _Run:
                 stats = self._read_back(log)
                 speed = clock.tokens_per_second(state.tokens)
                 loss = state.mean_loss
-                bar.set_postfix_str(f"loss {loss:.4f}, {speed:,.0f} tokens/s")
+                bar.set_postfix_str(f"loss {loss:.4f}, {speed:,.0f} tokens/s", refresh=False)
                 if regular or last:
                     self._log_training(log, loss, lr, stats, speed)
                 if regular:
@@ -440,19 +441,19 @@ class _Run:
                 f"smaller lr (now {self.config.lr:g}) or max_grad_norm"
             ) from None
 
-    def _stop(self, log: _Log) -> None:
+    def _stop(self, log: _Log, stop: Stop) -> None:
         done = f"stopped after step {self.state.step} of {self.total}"
         if self.out is None:
-            raise KeyboardInterrupt(f"{done}; nothing was saved, because no out folder was given")
+            raise stop.error(f"{done}; nothing was saved, because no out folder was given")
         path = self._save_checkpoint(log)
-        raise KeyboardInterrupt(f"{done}; checkpoint {path}: resume to go on")
+        raise stop.error(f"{done}; checkpoint {path}: resume to go on")
 
     def _finish(self, log: _Log, stop: Stop) -> None:
         """The last validation, the last checkpoint and the finished model."""
         state, result = self.state, self.result
         self._validate(log, stop)
         if stop.requested:
-            self._stop(log)
+            self._stop(log, stop)
         if not result.validation and state.validated is not None:
             result.validation.append(state.validated)  # of a run that was finished already
         result.steps, result.skipped, result.tokens = state.step, state.skipped, state.tokens

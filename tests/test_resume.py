@@ -19,6 +19,7 @@ import pytest
 from mamba_fast.backend import Tensor
 from mamba_fast.checkpoint import CheckpointError
 from mamba_fast.config import MambaConfig, TrainConfig
+from mamba_fast.interrupts import Terminated
 from mamba_fast.metrics import read_log
 from mamba_fast.model import MambaLM, load_model
 from mamba_fast.train import TrainResult, train
@@ -255,6 +256,35 @@ def test_the_handler_before_is_put_back(tmp_path):
     finally:
         signal.signal(signal.SIGINT, previous)
     assert seen == [signal.SIGINT]
+
+
+def test_sigterm_is_treated_as_ctrl_c_and_its_handler_put_back(tmp_path, capfd):
+    class Killed(MambaLM):
+        def accumulate_gradients(self, *args: Any, **options: Any) -> Any:
+            signal.raise_signal(signal.SIGTERM)
+            return super().accumulate_gradients(*args, **options)
+
+    with pytest.raises(Terminated, match="stopped after step 1 of 48; checkpoint"):
+        run(tmp_path, RUN.replace(grad_accumulation=1), Killed(CONFIG))
+    assert names(tmp_path) == ["step-00000001"]
+    assert "a second SIGTERM stops at once" in capfd.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_program_with_a_handler_for_sigterm_keeps_it():
+    seen: list[int] = []
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+
+    class Killed(MambaLM):
+        def accumulate_gradients(self, *args: Any, **options: Any) -> Any:
+            signal.raise_signal(signal.SIGTERM)
+            return super().accumulate_gradients(*args, **options)
+
+    try:
+        assert run(None, RUN.replace(steps=1, grad_accumulation=1), Killed(CONFIG)).steps == 1
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    assert seen == [signal.SIGTERM]
 
 
 def test_an_ignored_ctrl_c_stays_ignored():
