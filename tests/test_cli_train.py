@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from cli_support import QUICK, SMALL, TEXT, program
 
 import mamba_fast
+from mamba_fast._cli.options import in_flags
 from mamba_fast.tokenizer import train_bpe
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
@@ -38,6 +40,14 @@ def test_training_shows_progress_on_stderr(cli, text_file, tmp_path):
     assert code == 0
     for word in ("parameters", "2,701 tokens in 1 documents", "cython", "3/3", "tokens/s"):
         assert word in err
+
+
+def test_progress_in_a_file_is_a_few_pictures_of_the_bar(cli, text_file, tmp_path):
+    words = ("--steps", "60", "--log-every", "1", "--backend", "cython")
+    code, _, err = cli("train", "--data", text_file, "--out", tmp_path / "m", *SMALL, *words)
+    assert code == 0
+    assert "60/60" in err
+    assert err.count("\rtrain:") < 20
 
 
 def test_flags_reach_the_configuration_of_the_run(cli, text_file, tmp_path):
@@ -67,13 +77,39 @@ def test_resuming_goes_on_and_ends_where_a_straight_run_does(cli, text_file, tmp
 
 def test_a_finished_run_is_not_overwritten(fails, trained, text_file):
     before = (Path(trained) / "model.safetensors").read_bytes()
-    assert "holds a training run already" in fails("train", "--data", text_file, "--out", trained, *QUICK)
+    line = fails("train", "--data", text_file, "--out", trained, *QUICK)
+    assert "holds a training run already" in line
+    assert "go on with it by --resume" in line
     assert (Path(trained) / "model.safetensors").read_bytes() == before
+
+
+def test_resuming_a_finished_run_says_so(cli, trained, text_file, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(trained, copy)
+    code, out, _ = cli("train", "--data", text_file, "--out", copy, "--resume", "--quiet")
+    assert code == 0
+    assert out.startswith("already finished: 40 steps, ")
+    assert "tokens/s" not in out
+
+
+@pytest.mark.parametrize("command", [("generate",), ("info",), ("eval", "--data", "TEXT")])
+def test_a_run_that_is_not_finished_is_told_from_a_model(cli, trained, text_file, tmp_path, command):
+    run = tmp_path / "run"
+    shutil.copytree(Path(trained) / "checkpoints", run / "checkpoints")
+    name, *options = (text_file if word == "TEXT" else word for word in command)
+    code, _, err = cli(name, run, *options)
+    newest = run / "checkpoints" / "step-00000040"
+    assert code == 2
+    assert err == (
+        f"mamba-fast {name}: error: the training in {run} is not finished; its newest checkpoint is "
+        f"{newest}: go on with it by --resume, or give that folder\n"
+    )
+    assert cli(name, newest, *options, "--backend", "cython")[0] == 0
 
 
 def test_resuming_with_other_settings_is_refused(fails, trained, text_file):
     resume = ("train", "--data", text_file, "--out", trained, "--resume", "--backend", "cython", "--quiet")
-    assert "lr=0.01 (now 0.5)" in fails(*resume, "--lr", "0.5")
+    assert "--lr 0.01 (now 0.5)" in fails(*resume, "--lr", "0.5")
     assert "--d-model 32 contradicts" in fails(*resume, "--d-model", "32")
     assert "vocabulary" in fails(*resume, "--tokenizer", "bpe:300")
     assert "does not go with --init-from" in fails(*resume, "--init-from", trained)
@@ -134,7 +170,9 @@ def test_token_files_need_no_tokenizer(cli, fails, tmp_path):
     ids.tofile(tmp_path / "ids.bin")
     words = ("train", "--data", tmp_path / "ids.bin", "--out", tmp_path / "m", *SMALL, *QUICK)
     assert "token files need --vocab-size" in fails(*words)
-    assert cli(*words, "--vocab-size", "20")[0] == 0
+    code, _, err = cli(*(word for word in words if word != "--quiet"), "--vocab-size", "20")
+    assert code == 0
+    assert "no tokenizer is saved with this model: `mamba-fast generate` needs one" in err
     code, out, _ = cli(
         "eval", tmp_path / "m", "--data", tmp_path / "ids.bin", "--quiet", "--backend", "cython"
     )
@@ -176,24 +214,26 @@ def test_progress_can_be_measured_on_other_data(cli, text_file, tmp_path):
     assert [r["tokens"] for r in log if r["event"] == "validation"] == [400]
 
 
-def test_ctrl_c_while_training_saves_and_ends_with_130(trained, text_file, tmp_path):
+@pytest.mark.skipif(sys.platform == "win32", reason="sends signals")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ctrl_c_or_sigterm_while_training_saves_and_tells_by_its_code(text_file, tmp_path, number, code):
     out = tmp_path / "m"
     process = program(
         "train", "--data", text_file, "--out", out, *SMALL, "--steps", "1000000", "--backend", "cython",
         "--checkpoint-every", "5", "--log-every", "1",
     )  # fmt: skip
     try:
-        # The bar shows a loss once steps are taken.
+        # The bar is drawn once before the first step, and again when steps are taken.
         seen = b""
         while b"loss" not in seen:
             byte = process.stderr.read(1)
             assert byte, seen
             seen += byte
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         _, err = process.communicate(timeout=120)
     finally:
         process.kill()
-    assert process.returncode == 130, err
+    assert process.returncode == code, err
     last = err.decode().strip().splitlines()[-1]
     assert last.startswith("mamba-fast train: stopped after step")
     assert "--resume" in last
@@ -207,17 +247,17 @@ def test_ctrl_c_while_training_saves_and_ends_with_130(trained, text_file, tmp_p
         (("--data", "nowhere"), "no file or folder nowhere"),
         (("--lr", "fast"), "argument --lr: expected a number, got 'fast'"),
         (("--steps", "1.5"), "argument --steps: expected an integer, got '1.5'"),
-        (("--lr", "-1"), "lr must be in"),
-        (("--batch-size", "0"), "batch_size must be at least 1, got 0"),
-        (("--d-model", "0"), "d_model must be at least 1, got 0"),
-        (("--dt-rank", "much"), "dt_rank must be an integer or 'auto', got 'much'"),
-        (("--schedule", "linear"), "schedule must be one of"),
+        (("--lr", "-1"), "--lr must be in"),
+        (("--batch-size", "0"), "--batch-size must be at least 1, got 0"),
+        (("--d-model", "0"), "--d-model must be at least 1, got 0"),
+        (("--dt-rank", "much"), "--dt-rank must be an integer or 'auto', got 'much'"),
+        (("--schedule", "linear"), "--schedule must be one of"),
         (("--vocab-size", "100"), "the tokenizer has 258 ids"),
         (("--seq-len", "100000"), "fewer than one window"),
-        (("--tokenizer", "nowhere.json"), "no tokenizer 'nowhere.json'"),
+        (("--tokenizer", "nowhere.json"), "no tokenizer 'nowhere.json': --tokenizer takes bytes, bpe:SIZE"),
         (("--tokenizer", "TEXT"), "is not a Hugging Face tokenizer.json"),
         (("--tokenizer", "bpe:many"), "bpe:SIZE needs a number"),
-        (("--tokenizer", "bpe:100"), "vocab_size must be an integer in [258, 1048576], got 100"),
+        (("--tokenizer", "bpe:100"), "--tokenizer bpe:SIZE: SIZE must be an integer in [258,"),
         (("--tokenizer", "bpe:2147483648"), "in [258, 1048576], got 2147483648"),
         (("--tokenizer", "bpe:1" + "0" * 23), "in [258, 1048576], got 1000"),
         (("--tokenizer", "bpe:1" + "0" * 5000), "bpe:SIZE needs a number"),
@@ -226,15 +266,18 @@ def test_ctrl_c_while_training_saves_and_ends_with_130(trained, text_file, tmp_p
         (("--validation", "TEXT", ""), "argument --validation: must not be empty"),
         (("--data", ""), "argument --data: must not be empty"),
         (("--out", ""), "argument --out: must not be empty"),
-        (("--dt-rank", "²"), "dt_rank must be an integer or 'auto', got '²'"),
-        (("--lr", "1" + "0" * 400), "lr must be a finite number, got inf"),
-        (("--glob", "../*", "--validation", "FOLDER"), "is not a pattern inside a folder"),
+        (("--dt-rank", "²"), "--dt-rank must be an integer or 'auto', got '²'"),
+        (("--lr", "1" + "0" * 400), "--lr must be a finite number, got inf"),
+        (("--glob", "../*", "--validation", "FOLDER"), "--glob '../*' is not a pattern inside a folder"),
         (("--eos-token", "x"), "--eos-token is for a tokenizer.json"),
-        (("--glob", "*.nope", "--validation", "FOLDER"), "matches the glob"),
+        (("--glob", "*.nope", "--validation", "FOLDER"), "matches the --glob"),
         (("--backend", "abacus"), "no backend named 'abacus'"),
         (("--threads", "0"), "argument --threads: must be at least 1, got 0"),
         (("--threads", "two"), "argument --threads: expected an integer"),
-        (("--banana", "1"), "unrecognized arguments: --banana 1"),
+        (("--banana", "1"), "unrecognized arguments: --banana 1 (try mamba-fast train --help)"),
+        (("--learning-rate", "1"), "--learning-rate 1; did you mean --lr?"),
+        (("--batchsize", "1"), "--batchsize 1; did you mean --batch-size?"),
+        (("--seq-len", "2000000"), "window of --seq-len 2000000: give more data or a smaller --seq-len\n"),
     ],
 )  # fmt: skip
 def test_bad_training_input_is_one_line(fails, text_file, tmp_path, words, message):
@@ -242,6 +285,32 @@ def test_bad_training_input_is_one_line(fails, text_file, tmp_path, words, messa
     start = ("--data", text_file, "--out", tmp_path / "m", "--backend", "cython", "--quiet")
     assert message in fails("train", *start, *(places.get(word, word) for word in words))
     assert not (tmp_path / "m" / "model.safetensors").exists()
+
+
+def test_a_backend_that_is_not_there_is_known_before_data_is_read(fails, trained, tmp_path):
+    for words in (("train", "--out", tmp_path / "m"), ("eval", trained)):
+        line = fails(*words, "--data", "nowhere", "--backend", "abacus", "--quiet")
+        assert "no backend named 'abacus'" in line
+
+
+def test_options_are_named_as_they_are_given_here(fails, tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"ok \xff\xfe")
+    line = fails("train", "--data", tmp_path / "a.txt", "--out", tmp_path / "m", *SMALL, *QUICK)
+    assert "a narrower --glob, or --skip-undecodable" in line
+
+
+def test_a_message_of_the_library_speaks_of_flags():
+    flags = ["--seq-len", "--packed", "--no-packed", "--lr", "--wsla", "--steps", "--out", "--resume"]
+    for message, expected in (
+        ("seq_len=9: give a smaller seq_len (--seq-len)", "--seq-len 9: give a smaller --seq-len"),
+        ("two tokens (packed=False takes all)", "two tokens (--no-packed takes all)"),
+        ("wsla=True and resume=True", "--wsla and --resume"),
+        ("a smaller lr (now 1) after 5 steps", "a smaller --lr (now 1) after 5 steps"),
+        ("steps must be at least 1", "--steps must be at least 1"),
+        ("my/seq_len.txt, 'seq_len' and d/lr/x", "my/seq_len.txt, 'seq_len' and d/lr/x"),
+        ("it is without an out folder", "it is without an out folder"),
+    ):
+        assert in_flags(message, flags) == expected
 
 
 def test_training_needs_data_and_a_folder(fails):

@@ -66,8 +66,9 @@ def run(args: argparse.Namespace) -> None:
         tokenizer = load_tokenizer(folder)
     except FileNotFoundError:  # a model of token files; text will be refused by name
         tokenizer = None
-    data = read_data(args, args.data, tokenizer)
+    # The model first: a backend that is not there, or no model, is known before data is read.
     model = load_model(folder, backend=choose_backend(args))
+    data = read_data(args, args.data, tokenizer)
     result = evaluate(
         model, data, tokenizer=tokenizer, seq_len=args.seq_len, batch_size=args.batch_size,
         windows=args.windows or 0, progress=not args.quiet,

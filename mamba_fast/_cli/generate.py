@@ -117,8 +117,10 @@ def run(args: argparse.Namespace) -> None:
         repetition_penalty=args.repetition_penalty,
     )
     prompt = read_prompt(args.prompt, args.prompt_file)
-    tokenizer = load_tokenizer(model_folder(args.model))
-    model = load_model(args.model, backend=choose_backend(args))
+    folder = model_folder(args.model)
+    backend = choose_backend(args)
+    tokenizer = load_tokenizer(folder)
+    model = load_model(folder, backend)
     check_vocabulary(tokenizer, model.config.vocab_size)
 
     tokens, seconds = 0, 0.0

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ __all__ = [
     "choose_backend",
     "flush",
     "given_fields",
+    "in_flags",
     "model_folder",
     "path",
     "positive",
@@ -179,6 +181,35 @@ def add_config_options(
 def given_fields(args: argparse.Namespace, config: type) -> dict[str, Any]:
     """The fields of a configuration class that were given as flags."""
     return {f.name: getattr(args, f.name) for f in dataclasses.fields(config) if hasattr(args, f.name)}
+
+
+# Fields whose names are no words, so that they mean the option wherever they stand.
+_NO_WORDS = {"lr", "eps", "beta1", "beta2", "wsla"}
+
+
+def in_flags(message: str, flags: Collection[str]) -> str:
+    """A message of the library, which names keyword arguments, with the options that stand for them.
+
+    >>> in_flags("seq_len=9 is too much: a smaller seq_len, or packed=False", ["--seq-len", "--no-packed"])
+    '--seq-len 9 is too much: a smaller --seq-len, or --no-packed'
+    """
+    message = message.replace("a narrower glob", "a narrower --glob").replace(" by resume,", " by --resume,")
+    for flag in flags:
+        name = flag.removeprefix("--").replace("-", "_")
+        alone = rf"(?<![\w./\\'\"-]){re.escape(name)}"  # and no part of a path or a quotation
+        if name.startswith("no_"):
+            message = re.sub(rf"(?<![\w./-]){name[3:]}=False\b", flag, message)
+            continue
+        message = re.sub(rf"{alone}=True\b", flag, message)
+        message = re.sub(rf"{alone}=(?!False)(?=[\w.'-])", f"{flag} ", message)
+        if name == "glob":
+            message = re.sub(rf"{alone}(?= ['\"])", flag, message)
+        elif "_" in name or name in _NO_WORDS:
+            message = re.sub(rf"{alone}(?![=\w/\\'\"-]|\.\w)", flag, message)
+        else:
+            message = re.sub(rf"^{name}(?= must )", flag, message)
+        message = message.replace(f"{flag} ({flag})", flag)
+    return message
 
 
 def _shown(default: Any) -> str:

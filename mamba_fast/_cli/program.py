@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NoReturn
 
 from mamba_fast._cli import evaluate, generate, info, train
-from mamba_fast._cli.options import DEBUG_VARIABLE, FailedError, flush, write
+from mamba_fast._cli.options import DEBUG_VARIABLE, FailedError, UsageError, flush, in_flags, write
+from mamba_fast.interrupts import Terminated
 
 __all__ = ["build_parser", "run"]
 
@@ -27,6 +29,24 @@ Train and run Mamba language models on this machine: no torch, no CUDA.
 EPILOG = "mamba-fast COMMAND --help explains each command, with examples."
 
 
+# What other programs call an option, where it is not spelt alike.
+_OTHER_NAMES = {
+    "--learning-rate": "--lr",
+    "--output": "--out",
+    "--output-dir": "--out",
+    "--layers": "--n-layers",
+    "--context-length": "--seq-len",
+    "--block-size": "--seq-len",
+    "--length": "--max-new-tokens",
+    "--max-length": "--max-new-tokens",
+    "--max-tokens": "--max-new-tokens",
+    "--num-steps": "--steps",
+    "--max-steps": "--steps",
+    "--num-epochs": "--epochs",
+    "--device": "--backend",
+}
+
+
 class _Parser(argparse.ArgumentParser):
     """argparse, with errors of one line, and help whose failure to be written is one."""
 
@@ -35,6 +55,28 @@ class _Parser(argparse.ArgumentParser):
             write(self.format_help())
         else:
             super().print_help(file)
+
+    def flags(self) -> list[str]:
+        """The long options there are."""
+        return [flag for flag in self._option_string_actions if flag.startswith("--")]
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        namespace, unknown = super().parse_known_args(args, namespace)
+        if unknown and " " in self.prog:  # a command, which knows better than the program what it takes
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{self._meant(unknown)}")
+        return namespace, unknown
+
+    def _meant(self, unknown: Sequence[str]) -> str:
+        """The option that an unknown one may stand for."""
+        flags = self.flags()
+        for word in (word.split("=")[0] for word in unknown if word.startswith("--")):
+            near = difflib.get_close_matches(word, flags, n=1, cutoff=0.75)
+            other = _OTHER_NAMES.get(word)
+            if other in flags:
+                near = [other]
+            if near:
+                return f"; did you mean {near[0]}?"
+        return ""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (try {self.prog} --help)\n")
@@ -62,12 +104,13 @@ def build_parser() -> argparse.ArgumentParser:
             allow_abbrev=False,
         )
         module.add_options(command)
-        command.set_defaults(run=module.run)
+        command.set_defaults(run=module.run, flags=command.flags())
     return parser
 
 
 def run(argv: Sequence[str] | None) -> int:
     """Run one command and return its exit code; see `mamba_fast.cli.main`."""
+    flags: Collection[str] = ()
     name, debug = "mamba-fast", os.environ.get(DEBUG_VARIABLE, "") not in ("", "0")
     with _standard_streams():
         try:
@@ -76,13 +119,14 @@ def run(argv: Sequence[str] | None) -> int:
                 code = args
             else:
                 name, debug = f"mamba-fast {args.command}", debug or args.debug
+                flags = args.flags
                 args.run(args)
                 code = 0
             flush()
             return code
         except KeyboardInterrupt as stop:
             _say(f"{name}: {stop.args[0] if stop.args else 'stopped'}")
-            return 130
+            return 143 if isinstance(stop, Terminated) else 130
         except BrokenPipeError:
             _discard_stdout()
             return 141
@@ -92,7 +136,7 @@ def run(argv: Sequence[str] | None) -> int:
                 return 130
             if debug:
                 traceback.print_exc()
-            return _report(name, error)
+            return _report(name, error, flags)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace | int:
@@ -112,7 +156,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace | int:
     return args
 
 
-def _report(name: str, error: Exception) -> int:
+def _report(name: str, error: Exception, flags: Collection[str]) -> int:
     """One line on stderr; the exit code."""
     try:
         flush()  # what was written before comes before
@@ -124,7 +168,11 @@ def _report(name: str, error: Exception) -> int:
     if "mamba_fast.backend" in sys.modules:  # else none of its errors can have been raised
         expected += (sys.modules["mamba_fast.backend"].BackendError,)
     if isinstance(error, expected):
-        _say(f"{name}: error: {_one_line(error)}")
+        line = _one_line(error)
+        ours = not isinstance(error, OSError) or error.filename is None  # else a path and the system's words
+        if ours and not isinstance(error, UsageError):
+            line = in_flags(line, flags)
+        _say(f"{name}: error: {line}")
         return 2
     _say(
         f"{name}: internal error: {type(error).__name__}: {_one_line(error)} "

@@ -38,8 +38,8 @@ Data may be text files (UTF-8), folders of them, .jsonl files with a text field,
 (.bin, .npy; may be larger than memory). Part of it is held out to measure progress.
 
 The folder gets config.json and model.safetensors (the model), the tokenizer, log.jsonl, loss.png
-(with matplotlib installed) and checkpoints/. Ctrl-C stops after the step and saves a checkpoint;
---resume goes on from the newest one exactly as if the run had never stopped.
+(with matplotlib installed) and checkpoints/. Ctrl-C or SIGTERM stops after the step and saves a
+checkpoint; --resume goes on from the newest one exactly as if the run had never stopped.
 """
 EPILOG = """\
 examples:
@@ -153,8 +153,8 @@ def run(args: argparse.Namespace) -> None:
 
     out = Path(args.out)
     origin, config = _plan(args, out)
+    backend = choose_backend(args)  # one that is not there is known before data is read
     tokenizer, data = _data(args, origin)
-    backend = choose_backend(args)
     model = _model(args, origin, tokenizer, config, backend)
     validation = None
     if args.validation is not None:
@@ -165,6 +165,12 @@ def run(args: argparse.Namespace) -> None:
             f"{backend.describe()}",
             file=sys.stderr,
         )
+        if tokenizer is None:
+            print(
+                "no tokenizer is saved with this model: `mamba-fast generate` needs one (--tokenizer NAME, "
+                "the one that made the ids); in Python, model.generate works on ids",
+                file=sys.stderr,
+            )
     try:
         result = train(
             model, data, config, out=out, resume=args.resume, tokenizer=tokenizer, validation=validation,
@@ -176,8 +182,13 @@ def run(args: argparse.Namespace) -> None:
         if stop.args:
             stop.args = (f"{stop.args[0]} (the same command with --resume)",)
         raise
-    speed = f", {result.tokens / result.seconds:,.0f} tokens/s" if not args.resume and result.seconds else ""
-    write(f"{result.steps} steps, {result.tokens:,} tokens in {result.seconds:.0f} s{speed}\n")
+    if args.resume and not result.losses:
+        write(f"already finished: {result.steps} steps, {result.tokens:,} tokens\n")
+    else:
+        # The tokens of a resumed run are not all of this call's seconds.
+        timed = result.seconds > 0 and not args.resume
+        speed = f", {result.tokens / result.seconds:,.0f} tokens/s" if timed else ""
+        write(f"{result.steps} steps, {result.tokens:,} tokens in {result.seconds:.0f} s{speed}\n")
     if result.skipped:
         write(f"{result.skipped} steps skipped: their gradients were not finite\n")
     if result.validation_loss is not None:
@@ -236,11 +247,19 @@ def _data(args: argparse.Namespace, origin: Path | None) -> tuple[Tokenizer | No
         size = name.removeprefix("bpe:")
         if not size.isdecimal() or len(size) > 1000:  # of which Python makes no integer
             raise UsageError(f"--tokenizer bpe:SIZE needs a number of tokens, got {shown(name)}")
-        vocab_size = check_bpe_size(int(size))  # before the texts are read
+        try:
+            vocab_size = check_bpe_size(int(size))  # before the texts are read
+        except ValueError as error:
+            raise UsageError(f"--tokenizer bpe:SIZE: {str(error).replace('vocab_size', 'SIZE')}") from None
         tokenizer = train_bpe(read_texts(args, args.data), vocab_size, progress=not args.quiet)
     elif args.eos_token is not None:
         tokenizer = HFTokenizer(name, eos_token=args.eos_token)
     else:
+        if not Path(name).exists() and name != ByteTokenizer.kind:
+            raise UsageError(
+                f"no tokenizer {shown(name)}: --tokenizer takes bytes, bpe:SIZE (learns one of SIZE tokens), "
+                "a tokenizer.json or a folder with one"
+            )
         tokenizer = load_tokenizer(name)
     return tokenizer, read_data(args, args.data, tokenizer)
 
