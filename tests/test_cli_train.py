@@ -300,12 +300,23 @@ def test_options_are_named_as_they_are_given_here(fails, tmp_path):
 
 
 def test_a_message_of_the_library_speaks_of_flags():
-    flags = ["--seq-len", "--packed", "--no-packed", "--lr", "--wsla", "--steps", "--out", "--resume"]
+    flags = [
+        "--seq-len",
+        "--packed",
+        "--no-packed",
+        "--lr",
+        "--wsla",
+        "--steps",
+        "--out",
+        "--resume",
+        "--eos-token",
+    ]
     for message, expected in (
         ("seq_len=9: give a smaller seq_len (--seq-len)", "--seq-len 9: give a smaller --seq-len"),
         ("two tokens (packed=False takes all)", "two tokens (--no-packed takes all)"),
         ("wsla=True and resume=True", "--wsla and --resume"),
         ("a smaller lr (now 1) after 5 steps", "a smaller --lr (now 1) after 5 steps"),
+        ("name one with eos_token=; there are none", "name one with --eos-token; there are none"),
         ("steps must be at least 1", "--steps must be at least 1"),
         ("my/seq_len.txt, 'seq_len' and d/lr/x", "my/seq_len.txt, 'seq_len' and d/lr/x"),
         ("it is without an out folder", "it is without an out folder"),
