@@ -1,7 +1,8 @@
 """The command `mamba-fast`: train, generate, eval, info.
 
 Exit codes: 0 done, 1 a fault in mamba-fast itself, 2 bad input (one line on stderr says what and
-what to do), 130 stopped with Ctrl-C, 141 the reader of the output went away.
+what to do), 130 stopped with Ctrl-C, 141 the reader of the output went away, 143 stopped by
+SIGTERM.
 
 Everything else is in `mamba_fast._cli` and loaded by `main`, not before it: Ctrl-C may come at once,
 and ends with 130 while modules are loaded too.

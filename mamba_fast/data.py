@@ -22,7 +22,7 @@ from mamba_fast.checkpoint import given_path
 from mamba_fast.config import shown
 from mamba_fast.inputs import IGNORED
 from mamba_fast.sources import DataFile, find_files, json_lines, map_bin, map_npy, read_text
-from mamba_fast.tokenizer import as_tokenizer
+from mamba_fast.tokenizer import as_tokenizer, bar_interval
 
 __all__ = ["IGNORED", "TokenData", "TokenizerNeededError", "Windows", "evenly", "load_data", "shuffled"]
 
@@ -359,6 +359,7 @@ def load_data(
         desc="read text",
         unit="B",
         unit_scale=True,
+        mininterval=bar_interval(),
         disable=not progress,
     ) as bar:
         for file in files:

@@ -310,11 +310,13 @@ def test_a_message_of_the_library_speaks_of_flags():
         "--out",
         "--resume",
         "--eos-token",
+        "--backend",
     ]
     for message, expected in (
         ("seq_len=9: give a smaller seq_len (--seq-len)", "--seq-len 9: give a smaller --seq-len"),
         ("two tokens (packed=False takes all)", "two tokens (--no-packed takes all)"),
         ("wsla=True and resume=True", "--wsla and --resume"),
+        ('or use backend="cython"', 'or use --backend "cython"'),
         ("a smaller lr (now 1) after 5 steps", "a smaller --lr (now 1) after 5 steps"),
         ("name one with eos_token=; there are none", "name one with --eos-token; there are none"),
         ("steps must be at least 1", "--steps must be at least 1"),

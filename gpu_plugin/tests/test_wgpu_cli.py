@@ -48,7 +48,7 @@ def test_the_adapter_is_chosen_on_the_command_line(usable_adapter, capsys):
 
 def test_an_adapter_that_is_not_there_is_an_error_with_the_list(usable_adapter, capsys):
     assert main(["info", "--adapter", "no such card"]) not in (0, None)
-    assert "none matches adapter='no such card'" in capsys.readouterr().err
+    assert "none matches --adapter 'no such card'" in capsys.readouterr().err
 
 
 def test_an_adapter_for_the_cpu_kernels_is_refused(capsys):

@@ -201,8 +201,8 @@ def in_flags(message: str, flags: Collection[str]) -> str:
             message = re.sub(rf"(?<![\w./-]){name[3:]}=False\b", flag, message)
             continue
         message = re.sub(rf"{alone}=True\b", flag, message)
-        message = re.sub(rf"{alone}=(?!False)(?=[\w.'-])", f"{flag} ", message)
-        message = re.sub(rf"{alone}=(?![\w.'=-])", flag, message)  # one that stands without a value
+        message = re.sub(rf"{alone}=(?!False)(?=[\w.'\"-])", f"{flag} ", message)
+        message = re.sub(rf"{alone}=(?![\w.'\"=-])", flag, message)  # one that stands without a value
         if name == "glob":
             message = re.sub(rf"{alone}(?= ['\"])", flag, message)
         elif "_" in name or name in _NO_WORDS:
